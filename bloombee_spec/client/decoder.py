@@ -1,0 +1,135 @@
+"""The decode loop over a ring: prefixes and candidates out, commits in, tokens to the caller."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from bloombee_spec.choose import make_chooser
+from bloombee_spec.client.local_verifier import LocalVerifier
+from bloombee_spec.client.ring import Ring, RingError
+from bloombee_spec.client.stream import Stream, StreamRequest
+from bloombee_spec.config import SpecConfig
+from bloombee_spec.draft.base import Drafter
+from bloombee_spec.hosts.base import Host
+from bloombee_spec.tree import NodeSpec
+from bloombee_spec.wire.activations import get_codec
+from bloombee_spec.wire.frames import CommitFrame, Frame, NodesFrame, PrefixFrame, encode
+from bloombee_spec.wire.messages import Rule, Statistics
+
+
+class RingDecoder:
+    """Decodes up to `lanes` streams over one ring; streams keep their history between calls of `decode`."""
+
+    def __init__(
+        self, host: Host, model: Any, ring: Ring, config: SpecConfig, *, lanes: int, max_length: int,
+        new_drafter: Callable[[], Drafter | None],
+    ):  # fmt: skip
+        self._host, self._model, self.ring, self._config = host, model, ring, config
+        self.streams = [
+            Stream(lane, new_drafter(), config, credits=ring.arena, inject=ring.embeds) for lane in range(lanes)
+        ]
+        info = ring.infos[0]
+        self._codec, self._dtype = get_codec(config.codec), getattr(torch, info.dtype)
+        self._verifier: LocalVerifier | None = None
+        if not ring.verifies:
+            self._verifier = LocalVerifier(
+                lanes, arena=ring.arena, max_length=max_length, head=lambda rows: host.logits(model, rows),
+                codec=self._codec, hidden=info.hidden, dtype=self._dtype,
+            )  # fmt: skip
+        self._seq = 0
+        self.first_token_at: float | None = None
+
+    def decode(self, requests: Sequence[StreamRequest]) -> Iterator[tuple[int, list[int]]]:
+        """Yields `(lane, new tokens)` until every stream reached its limit or a stop token, or was stopped.
+
+        :raises RingError: the ring broke or fell silent
+        """
+        self.first_token_at = None
+        for stream, request in zip(self.streams, requests):
+            self._begin(stream, request)
+        while not all(stream.finished for stream in self.streams):
+            frame = self._next_event()
+            commit = self._verified(frame)
+            stream = self.streams[commit.lane]
+            if stream.finished and commit.tokens:
+                continue
+            tokens, correction = stream.commit(commit)
+            stream.tally.commit_bytes_down += len(encode(commit)) if tokens else 0
+            self._send_candidates(stream, correction)
+            if tokens:
+                self.first_token_at = self.first_token_at or time.perf_counter()
+                yield commit.lane, tokens
+
+    def stop(self, lane: int, length: int) -> None:
+        """The caller wants no more of this stream: keep `length` tokens, and let the stages drop the rest now."""
+        stream = self.streams[lane]
+        stream.finished = True
+        stream.epoch += 1
+        stream.tree.rewind(min(length, stream.tree.length))
+        self.ring.rewind(lane, stream.epoch, stream.tree.length)
+
+    def close(self) -> list[Statistics | None]:
+        """End the ring's session; never raises. Returns what the stages counted."""
+        for stream in self.streams:
+            if stream.drafter is not None:
+                stream.drafter.close()
+        return self.ring.close()
+
+    def _begin(self, stream: Stream, request: StreamRequest) -> None:
+        frames = stream.begin(request, self._seq + 1, self.ring.max_prefill)
+        self._seq += len(frames)
+        if stream.finished:
+            return
+        sampling = dict(request.sampling or {})
+        self.ring.send_rule(Rule(stream.lane, stream.epoch, request.stop_tokens, sampling, request.row))
+        if self._verifier is not None:
+            chooser = make_chooser(sampling, request.row, self._model.config.vocab_size)
+            self._verifier.set_rule(stream.lane, stream.epoch, request.stop_tokens, chooser)
+        for frame in frames:
+            self._send(frame)
+        self._send_candidates(stream, None)
+
+    def _send_candidates(self, stream: Stream, correction: NodeSpec | None) -> None:
+        """The corrected token, if the client has to send it, leaves in one frame with what was drafted behind it."""
+        specs = [correction] if correction is not None else []
+        while True:
+            specs += stream.draft()
+            if not specs:
+                return
+            self._seq += 1
+            stream.tally.candidate_bytes_up += self._send(stream.frame(specs, self._seq))
+            specs = []
+
+    def _send(self, frame: PrefixFrame | NodesFrame) -> int:
+        if not self.ring.embeds:
+            tokens = frame.tokens if isinstance(frame, PrefixFrame) else [node.token for node in frame.nodes]
+            rows = self._codec.encode(self._host.embed(self._model, tokens).to(self._dtype))
+            frame = replace(frame, n_rows=len(tokens), rows=rows)
+        return self.ring.send(frame)
+
+    def _next_event(self) -> Frame:
+        try:
+            event = self.ring.events.get(timeout=self._config.stall_timeout)
+        except queue.Empty:
+            raise RingError(f"no answer from the ring for {self._config.stall_timeout:.0f} s") from None
+        if isinstance(event, RingError):
+            raise event
+        return event
+
+    def _verified(self, frame: Frame) -> CommitFrame:
+        """The commit that a frame carries, or that its hidden rows lead to; the latter is told to all stages."""
+        if self._verifier is not None and isinstance(frame, (PrefixFrame, NodesFrame)):
+            commit = self._verifier.accept(frame)
+            if commit.tokens:
+                self.ring.broadcast(CommitFrame(commit.lane, commit.epoch, commit.position, commit.tokens))
+            return commit
+        if self._verifier is None and isinstance(frame, CommitFrame) and frame.lane < len(self.streams):
+            return frame
+        raise RingError(f"unexpected {type(frame).__name__} from the last stage", self.ring.spans[-1].peer)
+

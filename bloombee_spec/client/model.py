@@ -1,0 +1,172 @@
+"""The drop-in class: the host's distributed causal LM, whose `generate` carries many tokens per lap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from hivemind.utils.logging import get_logger
+
+from bloombee_spec.client.call import Call, NotForPlugin, read_call
+from bloombee_spec.client.output import OutputRows
+from bloombee_spec.client.routing import NoPluginRoute
+from bloombee_spec.client.session import SpecSession
+from bloombee_spec.client.stats import SpecStats, Tally
+from bloombee_spec.client.stream import StreamRequest
+from bloombee_spec.config import SpecConfig
+from bloombee_spec.draft.base import Drafter
+from bloombee_spec.hosts.base import Host, load_host
+
+logger = get_logger(__name__)
+
+
+class UnsupportedCall(RuntimeError):
+    """The plugin cannot serve this call, and the configuration says that it must (`SpecConfig(strict=True)`)."""
+
+
+class AutoDistributedSpecModelForCausalLM:
+    """Chooses the class by the installed host and the checkpoint's model type."""
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name_or_path: str, *args: Any, spec: SpecConfig | None = None, drafter: Any = None, **kwargs: Any
+    ) -> Any:
+        """Everything that the host's class takes, and:
+
+        :param spec: how to decode; the default speculates with the suffix drafter
+        :param drafter: short for `SpecConfig(drafter=…)`
+        :raises HostError: no supported host is installed
+        """
+        config = spec or SpecConfig()
+        if drafter is not None:
+            from dataclasses import replace
+
+            config = replace(config, drafter=drafter)
+        host = load_host()
+        base = host.model_class(str(model_name_or_path), **kwargs)
+        model = spec_model_class(base).from_pretrained(model_name_or_path, *args, **kwargs)
+        model.attach(host, config)
+        return model
+
+
+def spec_model_class(base: type[Any]) -> type[Any]:
+    """A subclass of the host's distributed class that decodes through the plugin."""
+    return type(base.__name__.replace("Distributed", "DistributedSpec", 1), (SpecDecodingMixin, base), {})
+
+
+class SpecDecodingMixin:
+    """`generate` and `inference_session` through the ring; everything else is the host's."""
+
+    spec: SpecConfig
+    last_stats: SpecStats | None = None
+
+    def attach(self: Any, host: Host, config: SpecConfig) -> None:
+        self.__dict__.update(_spec_host=host, spec=config, last_stats=None, _spec_said=set())
+        self.__dict__["_new_drafter"] = lambda: None
+        if config.speculate and config.drafter not in (None, "none"):
+            from bloombee_spec.draft.registry import drafter_factory
+
+            self.__dict__["_new_drafter"] = drafter_factory(config.drafter, vocab_size=self.config.vocab_size)
+
+    @contextmanager
+    def inference_session(self: Any, max_length: int, **kwargs: Any) -> Iterator[Any]:
+        """Several `generate` calls on one history; servers keep its KV.
+
+        :param max_length: most tokens per row, prompts included
+        """
+        with SpecSession(self._spec_host, self, self.spec, max_length, **kwargs) as session, self.use_session(session):
+            yield session
+
+    @torch.inference_mode()
+    def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, session: Any = None, **kwargs: Any) -> Any:
+        """As the host's and transformers' `generate`. What the plugin cannot serve goes the host's own way, and says so once;
+        with `SpecConfig(strict=True)` it raises.
+
+        :raises UnsupportedCall: strict, and the plugin cannot serve the call
+        """
+        if inputs is None:
+            inputs = kwargs.get("input_ids")
+        session = session if session is not None else self.active_session
+        try:
+            if self.spec.mode == "off":
+                raise NotForPlugin("mode is off")
+            if args:
+                raise NotForPlugin("positional arguments are passed on to the host")
+            if session is not None and not isinstance(session, SpecSession):
+                raise NotForPlugin("the active session is the host's own")
+            full = _with_history(inputs, session)
+            call = read_call(self, full, _with_mask(kwargs, inputs, full), self.spec.seed)
+            return self._spec_generate(call, session, n_previous=full.shape[1] - (0 if inputs is None else inputs.shape[1]))
+        except (NotForPlugin, NoPluginRoute) as e:
+            return self._host_generate(str(e), inputs, args, session, kwargs)
+
+    def _spec_generate(self: Any, call: Call, session: SpecSession | None, n_previous: int) -> torch.Tensor:
+        own = session is None
+        context = SpecSession(self._spec_host, self, self.spec, call.longest) if own else nullcontext(session)
+        started = time.perf_counter()
+        with context as active:
+            assert active is not None
+            output = OutputRows(call)
+            requests = [
+                StreamRequest(row, len(row) + call.new_tokens, call.eos, call.sampling, i) for i, row in enumerate(call.rows)
+            ]
+            bytes_before = active.ring_bytes
+            for lane, tokens in active.decode(requests):
+                kept = output.append(lane, tokens)
+                if kept is not None:
+                    active.stop(lane, len(call.rows[lane]) + kept)
+            sequences = output.finish()
+            active.output_ids = sequences
+            self.last_stats = active.statistics("ring", _sum(active.tallies), bytes_before, started)
+            if own:
+                from dataclasses import replace
+
+                self.last_stats = replace(self.last_stats, stages=active.close())
+        return sequences[:, n_previous:].clone()
+
+    def _host_generate(self: Any, reason: str, inputs: Any, args: Any, session: Any, kwargs: dict[str, Any]) -> Any:
+        if self.spec.strict:
+            raise UnsupportedCall(f"bloombee-spec cannot serve this call: {reason}")
+        if reason not in self._spec_said and self.spec.mode != "off":
+            self._spec_said.add(reason)
+            logger.warning(f"Decoding through the host's own path: {reason}")
+        self.last_stats = None
+        kwargs.pop("input_ids", None)
+        return super().generate(inputs, *args, session=session, **kwargs)  # type: ignore[misc]
+
+    def close(self: Any) -> None:
+        """Stop the host's background threads and processes; the model is not usable afterwards. Never raises."""
+        self._spec_host.close(self)
+
+
+def _with_history(inputs: torch.Tensor | None, session: SpecSession | None) -> Any:
+    """The whole token history: what the session holds, then the new input."""
+    previous = None if session is None else session.output_ids
+    if previous is None:
+        return inputs
+    return previous if inputs is None else torch.cat([previous, inputs.to(previous.device)], dim=1)
+
+
+def _with_mask(kwargs: dict[str, Any], inputs: torch.Tensor | None, full: torch.Tensor | None) -> dict[str, Any]:
+    """A mask given for the new input alone is extended over the session's history."""
+    mask = kwargs.get("attention_mask")
+    if mask is None or full is None or mask.shape == full.shape or inputs is None or mask.shape != inputs.shape:
+        return kwargs
+    history = mask.new_ones(full.shape[0], full.shape[1] - mask.shape[1])
+    return {**kwargs, "attention_mask": torch.cat([history, mask], dim=1)}
+
+
+def _sum(tallies: list[Tally]) -> Tally:
+    total = Tally()
+    for tally in tallies:
+        for name, value in vars(tally).items():
+            if name == "laps":
+                total.laps = max(total.laps, value)
+            elif isinstance(value, dict):
+                getattr(total, name).update(value)
+            else:
+                setattr(total, name, getattr(total, name) + value)
+    return total

@@ -1,0 +1,278 @@
+"""One session across all stages of a route: opens it, sends frames to the stages, hands over what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+from hivemind.p2p import PeerID
+from hivemind.proto import runtime_pb2
+
+from bloombee_spec.hosts.base import Host, Span
+from bloombee_spec.server.service import STREAM_PROTOCOL, WRITE_TIMEOUT, SpecService
+from bloombee_spec.wire.frames import PROTOCOL_VERSION, ControlFrame, Frame, FrameError, RewindFrame, decode, encode
+from bloombee_spec.wire.messages import (
+    SESSION_BYTES,
+    Close,
+    Failure,
+    Link,
+    Open,
+    Opened,
+    Rule,
+    Statistics,
+)
+from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame, read_frame_bytes
+
+CLOSE_TIMEOUT = 5.0
+MAX_OUTBOX = 64 << 20
+
+
+class RingError(RuntimeError):
+    """The session broke. `peer` is the server to blame (None: unknown); `retriable` is false when another route cannot help."""
+
+    def __init__(self, message: str, peer: str | None = None, retriable: bool = True):
+        super().__init__(message)
+        self.peer, self.retriable = peer, retriable
+
+
+@dataclass(frozen=True)
+class StageInfo:
+    """What `rpc_spec_info` says about a server; sizes in tokens, rows or bytes, times in seconds."""
+
+    peer: str
+    start: int
+    end: int
+    family: str
+    embed: bool
+    lm_head: bool
+    dtype: str
+    hidden: int
+    codecs: tuple[str, ...]
+    adapters: tuple[str, ...]
+    max_length: int
+    max_lanes: int
+    max_arena: int
+    max_prefill: int
+    row_seconds: dict[int, float]
+
+
+@dataclass(eq=False)
+class _Stage:
+    span: Span
+    reader: asyncio.StreamReader
+    box: Outbox
+    task: asyncio.Task[None] | None = None
+    bytes_received: int = 0
+    statistics: Statistics | None = None
+    closed: bool = False
+
+
+class Ring:
+    """Use `open`; then `send` and `events` from one thread. Every method is bounded in time.
+
+    :param arena: credits per lane: live candidates that all stages hold
+    """
+
+    def __init__(self, host: Host, spans: Sequence[Span], infos: Sequence[StageInfo], arena: int, embed: bool, verify: bool):
+        self._host, self.spans, self.infos = host, tuple(spans), tuple(infos)
+        self.arena, self.embeds, self.verifies = arena, embed, verify
+        self.max_prefill = min(info.max_prefill for info in infos)
+        self.events: queue.Queue[Frame | RingError] = queue.Queue()
+        self._stages: list[_Stage] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.closed = False
+
+    @classmethod
+    def open(
+        cls,
+        host: Host,
+        model: Any,
+        spans: Sequence[Span],
+        infos: Sequence[StageInfo],
+        *,
+        lanes: int,
+        max_length: int,
+        arena: int,
+        embed: bool,
+        verify: bool,
+        codec: str,
+        adapter: str | None,
+        timeout: float,
+    ) -> Ring:
+        """
+        :param spans: the route, covering all blocks in order
+        :param embed: let the first stage embed; `verify` let the last stage verify
+        :raises RingError: a stage cannot be reached or refuses, or `timeout` seconds passed
+        """
+        arena = min(arena, *(info.max_arena for info in infos))
+        ring = cls(host, spans, infos, arena, embed, verify)
+        session = secrets.token_bytes(SESSION_BYTES)
+        requests = [
+            Open(
+                session=session, stage=i, stages=len(spans), start=span.start, end=span.end, lanes=lanes,
+                max_length=max_length, arena=arena,
+                previous=spans[i - 1].peer if i else None,
+                next=spans[i + 1].peer if i + 1 < len(spans) else None,
+                verifier=spans[-1].peer if verify else None,
+                listeners=tuple(s.peer for s in spans[:-1]) if verify and i == len(spans) - 1 else (),
+                embed=embed and i == 0, verify=verify and i == len(spans) - 1,
+                codec=codec, codec_in=codec, adapter=adapter,
+            )
+            for i, span in enumerate(spans)
+        ]  # fmt: skip
+        try:
+            host.run(ring._open(host.p2p(model), requests, timeout), timeout + 5)
+        except TimeoutError:
+            ring.close()
+            raise RingError(f"opening the session took longer than {timeout:.0f} s") from None
+        except BaseException:
+            ring.close()
+            raise
+        return ring
+
+    # ---------------------------------------------------------------- frames
+
+    def send(self, frame: Frame, stage: int = 0) -> int:
+        """To one stage (the first by default); returns the frame's bytes. Failures arrive as events."""
+        return self._send_bytes(encode(frame), [stage])
+
+    def send_rule(self, rule: Rule) -> None:
+        """To the first stage, which starts canonical rows, and to the last one, which verifies."""
+        self._send_bytes(encode(ControlFrame(rule.to_wire())), sorted({0, len(self.spans) - 1}))
+
+    def broadcast(self, frame: Frame) -> int:
+        """A rewind, or a client's commit, to every stage directly."""
+        return self._send_bytes(encode(frame), range(len(self.spans))) * len(self.spans)
+
+    def rewind(self, lane: int, epoch: int, position: int) -> None:
+        self.broadcast(RewindFrame(lane, epoch, position))
+
+    def _send_bytes(self, data: bytes, stages: Sequence[int]) -> int:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._put, data, tuple(stages))
+        return len(data)
+
+    def _put(self, data: bytes, stages: tuple[int, ...]) -> None:
+        for index in stages:
+            try:
+                self._stages[index].box.put_bytes(data)
+            except StreamClosed as e:
+                self._fail(index, str(e))
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes of frames that the client sent, all stages together."""
+        return sum(stage.box.bytes_sent for stage in self._stages)
+
+    @property
+    def bytes_down(self) -> int:
+        return sum(stage.bytes_received for stage in self._stages)
+
+    # ---------------------------------------------------------------- life
+
+    async def _open(self, p2p: Any, requests: Sequence[Open], timeout: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        opened = await asyncio.gather(
+            *[asyncio.wait_for(self._open_stage(p2p, request, span), timeout) for request, span in zip(requests, self.spans)],
+            return_exceptions=True,
+        )
+        self._stages = [stage for stage in opened if isinstance(stage, _Stage)]
+        for span, result in zip(self.spans, opened):
+            if isinstance(result, RingError):
+                raise result
+            if isinstance(result, BaseException):
+                raise RingError(f"cannot open a session at {span.peer}: {result!r}", span.peer) from result
+        for index, stage in enumerate(self._stages):
+            stage.box.put(ControlFrame(Link().to_wire()))
+            stage.task = asyncio.ensure_future(self._read(index))
+
+    async def _open_stage(self, p2p: Any, request: Open, span: Span) -> _Stage:
+        _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(span.peer), STREAM_PROTOCOL)
+        box = Outbox(writer, max_bytes=MAX_OUTBOX, timeout=WRITE_TIMEOUT)
+        try:
+            box.put(ControlFrame(request.to_wire()))
+            answer = await read_frame(reader, None)
+            if not isinstance(answer, ControlFrame):
+                raise FrameError("the answer to an open request is a control message")
+            if answer.message.get("kind") == "Failure":
+                reason = Failure.from_wire(answer.message).reason
+                raise RingError(f"server {span.peer} refuses the session: {reason}", span.peer)
+            granted = Opened.from_wire(answer.message)
+            if granted.arena < request.arena:
+                raise RingError(f"server {span.peer} grants {granted.arena} credits of {request.arena}", span.peer)
+            return _Stage(span, reader, box)
+        except BaseException:
+            await box.aclose(0.1)
+            raise
+
+    async def _read(self, index: int) -> None:
+        stage = self._stages[index]
+        try:
+            while True:
+                data = await read_frame_bytes(stage.reader, None)
+                stage.bytes_received += len(data)
+                frame = decode(data)
+                if not isinstance(frame, ControlFrame):
+                    self.events.put(frame)
+                elif frame.message.get("kind") == "Failure":
+                    self._fail(index, Failure.from_wire(frame.message).reason)
+                elif frame.message.get("kind") == "Statistics":
+                    stage.statistics = Statistics.from_wire(frame.message)
+                    return
+        except (StreamClosed, FrameError) as e:
+            self._fail(index, str(e))
+
+    def _fail(self, index: int, reason: str) -> None:
+        if not self.closed:
+            span = self.spans[index]
+            self.events.put(RingError(f"stage {index} ({span.start}:{span.end} at {span.peer}): {reason}", span.peer))
+
+    def close(self) -> list[Statistics | None]:
+        """End the session everywhere; what the stages counted comes back, None where a stage did not answer. Never raises."""
+        self.closed = True
+        if self._loop is not None and self._stages:
+            try:
+                self._host.run(self._close(), CLOSE_TIMEOUT + 2)
+            except Exception:
+                pass
+        return [stage.statistics for stage in self._stages]
+
+    async def _close(self) -> None:
+        for stage in self._stages:
+            try:
+                stage.box.put(ControlFrame(Close().to_wire()))
+            except StreamClosed:
+                continue
+        tasks = [stage.task for stage in self._stages if stage.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*[stage.box.aclose(0.5) for stage in self._stages])
+
+
+async def fetch_info(p2p: Any, peer: str, timeout: float) -> StageInfo | None:
+    """What a server says about itself; None when it has no plugin, or does not answer, or answers nonsense."""
+    try:
+        stub = SpecService.get_stub(p2p, PeerID.from_base58(peer))
+        reply = await stub.rpc_spec_info(runtime_pb2.ExpertUID(), timeout=timeout)
+        if len(reply.serialized_info) > 1 << 16:
+            return None
+        info = msgpack.unpackb(reply.serialized_info, strict_map_key=True, max_ext_len=0)
+        if info["protocol"] != PROTOCOL_VERSION:
+            return None
+        return StageInfo(
+            peer=peer, start=int(info["start"]), end=int(info["end"]), family=str(info["family"]),
+            embed=bool(info["embed"]), lm_head=bool(info["lm_head"]), dtype=str(info["dtype"]), hidden=int(info["hidden"]),
+            codecs=tuple(map(str, info["codecs"])), adapters=tuple(map(str, info["adapters"])),
+            max_length=int(info["max_length"]), max_lanes=int(info["max_lanes"]), max_arena=int(info["max_arena"]),
+            max_prefill=int(info["max_prefill"]),
+            row_seconds={int(rows): float(seconds) for rows, seconds in info["row_seconds"].items()},
+        )  # fmt: skip
+    except Exception:
+        return None

@@ -1,0 +1,72 @@
+"""Which servers speak the plugin's protocol, and a ring over the route that the host's own routing makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from hivemind.utils.logging import get_logger
+
+from bloombee_spec.client.ring import Ring, StageInfo, fetch_info
+from bloombee_spec.config import SpecConfig
+from bloombee_spec.hosts.base import Host
+
+logger = get_logger(__name__)
+
+INFO_TIMEOUT = 5.0
+INFO_LIFETIME = 60.0  # seconds after which a server is asked again
+NEGATIVE_LIFETIME = 15.0  # a server without the plugin may be starting up
+
+
+class NoPluginRoute(RuntimeError):
+    """Some block has no server with the plugin."""
+
+
+def plugin_servers(host: Host, model: Any) -> dict[str, StageInfo]:
+    """Servers that answered `rpc_spec_info`, by base58 peer id; answers are kept for a minute per model."""
+    known: dict[str, tuple[float, StageInfo | None]] = model.__dict__.setdefault("_spec_server_infos", {})
+    servers = host.servers(model)
+    now = time.monotonic()
+    asked = [
+        peer
+        for peer in servers
+        if peer not in known or now - known[peer][0] > (INFO_LIFETIME if known[peer][1] else NEGATIVE_LIFETIME)
+    ]
+    if asked:
+        p2p = host.p2p(model)
+
+        async def ask() -> list[StageInfo | None]:
+            return await asyncio.gather(*[fetch_info(p2p, peer, INFO_TIMEOUT) for peer in asked])
+
+        for peer, info in zip(asked, host.run(ask(), INFO_TIMEOUT + 5)):
+            known[peer] = (now, info)
+    return {peer: info for peer in servers if (info := known[peer][1]) is not None}
+
+
+def open_ring(host: Host, model: Any, config: SpecConfig, *, lanes: int, max_length: int) -> Ring:
+    """
+    :raises NoPluginRoute: the plugin's servers do not cover all blocks, or their limits are too small for this session
+    :raises RingError: a stage cannot be reached or refuses
+    """
+    adapter = getattr(model.config, "active_adapter", None)
+    infos = {
+        peer: info
+        for peer, info in plugin_servers(host, model).items()
+        if info.max_lanes >= lanes and info.max_length >= max_length and config.codec in info.codecs
+        and (adapter is None or adapter in info.adapters)
+    }  # fmt: skip
+    n_blocks = model.config.num_hidden_layers
+    uncovered = [block for block in range(n_blocks) if not any(i.start <= block < i.end for i in infos.values())]
+    if uncovered:
+        raise NoPluginRoute(
+            f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin for {lanes} streams of {max_length} tokens"
+        )
+    spans = host.route(model, list(infos), cache_tokens=lanes * max_length)
+    chosen = [infos[span.peer] for span in spans]
+    return Ring.open(
+        host, model, spans, chosen, lanes=lanes, max_length=max_length, arena=config.max_candidates,
+        embed=chosen[0].embed and spans[0].start == 0 and not config.client_embeds,
+        verify=chosen[-1].lm_head and spans[-1].end == n_blocks and not config.client_verifies,
+        codec=config.codec, adapter=adapter, timeout=config.connect_timeout,
+    )  # fmt: skip

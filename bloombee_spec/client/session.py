@@ -1,0 +1,184 @@
+"""A session of the drop-in class: several `generate` calls over one ring, and the host's own session where it is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from hivemind.utils.logging import get_logger
+
+from bloombee_spec.client.decoder import RingDecoder
+from bloombee_spec.client.ring import RingError
+from bloombee_spec.client.routing import open_ring
+from bloombee_spec.client.stats import SpecStats, Tally
+from bloombee_spec.client.stream import StreamRequest
+from bloombee_spec.config import SpecConfig
+from bloombee_spec.hosts.base import Host
+
+logger = get_logger(__name__)
+
+
+class SpecSession:
+    """What `model.inference_session(max_length=…)` gives; a context manager, and a stand-in for the host's own session.
+
+    :param max_length: most tokens per row, prompts included
+    """
+
+    def __init__(self, host: Host, model: Any, config: SpecConfig, max_length: int):
+        self._host, self._model, self._config = host, model, config
+        self._max_length = max_length
+        self.output_ids: torch.Tensor | None = None  # [batch, length]: the host appends its next input to these
+        self.past_key_values = None
+        self._decoder: RingDecoder | None = None
+        self._host_session: Any = None
+        self._position = 0
+        self._closed = False
+        self._open_s = 0.0
+
+    # ---------------------------------------------------------------- ring
+
+    def decode(self, requests: Sequence[StreamRequest]) -> Iterator[tuple[int, list[int]]]:
+        """`(lane, new tokens)` until all streams end. A broken ring is rebuilt at the last committed token.
+
+        :raises RingError: it broke more often than the configuration allows; the tokens so far stay in the session
+        """
+        self._check_open()
+        longest = max(request.limit for request in requests)
+        if longest > self._max_length:
+            raise ValueError(f"maximum length exceeded: {longest} tokens, the session was opened for {self._max_length}")
+        retries = 0
+        pending = list(requests)
+        while True:
+            decoder = None
+            try:
+                decoder = self._ring_decoder(len(requests))
+                for stream in decoder.streams:
+                    stream.tally.retries = retries
+                for lane, tokens in decoder.decode(pending):
+                    pending[lane] = _continued(pending[lane], tokens)
+                    self._position = max(len(request.tokens) for request in pending) - 1
+                    yield lane, tokens
+                for span in decoder.ring.spans:
+                    self._host.on_success(self._model, span.peer)
+                return
+            except RingError as e:
+                self._host.on_failure(self._model, e.peer)
+                self._drop_ring()
+                retries += 1
+                if retries > self._config.max_retries or not e.retriable:
+                    raise
+                delay = min(0.1 * 2**retries, 5.0)
+                logger.warning(f"Ring broke ({e}); retry {retries} from the last committed token in {delay:.1f} s")
+                time.sleep(delay)
+
+    def stop(self, lane: int, length: int) -> None:
+        if self._decoder is not None:
+            self._decoder.stop(lane, length)
+
+    def _ring_decoder(self, lanes: int) -> RingDecoder:
+        if self._decoder is not None and len(self._decoder.streams) != lanes:
+            raise ValueError(f"this session has {len(self._decoder.streams)} rows, the call has {lanes}")
+        if self._decoder is None:
+            started = time.perf_counter()
+            ring = open_ring(self._host, self._model, self._config, lanes=lanes, max_length=self._max_length)
+            self._open_s = time.perf_counter() - started
+            self._decoder = RingDecoder(
+                self._host, self._model, ring, self._config, lanes=lanes, max_length=self._max_length,
+                new_drafter=self._model._new_drafter,
+            )  # fmt: skip
+        return self._decoder
+
+    def _drop_ring(self) -> None:
+        if self._decoder is not None:
+            self._decoder.close()
+            self._decoder = None
+
+    # ---------------------------------------------------------------- the host's interface
+
+    @property
+    def position(self) -> int:
+        """Tokens whose KV is at the servers."""
+        return self._position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self._position = value
+        if self._host_session is not None and self._host_session.position > value:
+            self._host_session.position = value
+
+    def step(self, inputs: torch.Tensor, prompts: Any = None, hypo_ids: Any = None) -> torch.Tensor:
+        """The host's own step `[batch, n, hidden]`, for calls that the plugin does not serve.
+
+        KV that only the ring holds is computed again on the host's side first.
+        """
+        self._check_open()
+        if self._host_session is None:
+            self._host_session = self._host.new_session(self._model, self._max_length)
+        behind = self._position - self._host_session.position
+        if behind > 0:
+            assert self.output_ids is not None
+            ids = self.output_ids[:, self._host_session.position : self._position]
+            rows = torch.stack([self._host.embed(self._model, row) for row in ids.tolist()])
+            self._host_session.step(rows.to(inputs.dtype))
+        outputs: torch.Tensor = self._host_session.step(inputs, prompts, hypo_ids=hypo_ids)
+        self._position += inputs.shape[1]
+        return outputs
+
+    # ---------------------------------------------------------------- life
+
+    def statistics(self, mode: str, tally: Tally, bytes_before: tuple[int, int], started: float) -> SpecStats:
+        decoder = self._decoder
+        route: tuple[str, ...] = ()
+        up = down = 0
+        first = time.perf_counter()
+        if decoder is not None:
+            route = tuple(f"{span.start}:{span.end} {span.peer}" for span in decoder.ring.spans)
+            up, down = decoder.ring.bytes_up - bytes_before[0], decoder.ring.bytes_down - bytes_before[1]
+            first = decoder.first_token_at or first
+        return SpecStats(
+            mode=mode, tokens=tally.tokens, laps=tally.laps, hits=tally.hits, misses=tally.misses, proposed=tally.proposed,
+            hits_by_depth=dict(tally.hits_by_depth), sent_by_depth=dict(tally.sent_by_depth),
+            rows_computed=tally.rows_computed, rows_dropped=tally.rows_dropped, bytes_up=up, bytes_down=down,
+            candidate_bytes_up=tally.candidate_bytes_up, commit_bytes_down=tally.commit_bytes_down, open_s=self._open_s,
+            prefill_s=first - started, decode_s=time.perf_counter() - first, draft_s=tally.draft_s, retries=tally.retries,
+            route=route,
+        )  # fmt: skip
+
+    @property
+    def ring_bytes(self) -> tuple[int, int]:
+        return (0, 0) if self._decoder is None else (self._decoder.ring.bytes_up, self._decoder.ring.bytes_down)
+
+    @property
+    def tallies(self) -> list[Tally]:
+        return [] if self._decoder is None else [stream.tally for stream in self._decoder.streams]
+
+    def close(self) -> tuple[Any, ...]:
+        """End the session at all servers; never raises. Returns what the stages counted."""
+        self._closed = True
+        statistics: tuple[Any, ...] = ()
+        if self._decoder is not None:
+            statistics = tuple(self._decoder.close())
+            self._decoder = None
+        if self._host_session is not None:
+            session, self._host_session = self._host_session, None
+            self._host.close_session(session)
+        return statistics
+
+    def __enter__(self) -> SpecSession:
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this session is closed")
+
+
+def _continued(request: StreamRequest, tokens: list[int]) -> StreamRequest:
+    return StreamRequest(
+        (*request.tokens, *tokens), request.limit, request.stop_tokens, request.sampling, request.row
+    )

@@ -1,0 +1,75 @@
+"""What one `generate` call did, counted where it happened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from bloombee_spec.wire.messages import Statistics
+
+
+@dataclass(frozen=True)
+class SpecStats:
+    """Figures of the last `generate` call; rows and tokens over all streams of the batch.
+
+    :param mode: `ring`, `relay` or `host`
+    :param tokens: generated tokens
+    :param laps: round trips that the slowest stream waited for; equals `tokens` per stream when nothing is speculated
+    :param hits: committed tokens that were candidates already in flight; `misses` the others
+    :param proposed: candidates sent
+    :param hits_by_depth: depth below the root when sent, to committed candidates; `sent_by_depth` alike
+    :param rows_computed: rows that any stage computed, prompt included; `rows_dropped` rows that were dropped as dead
+    :param bytes_up: bytes of frames that the client sent; `bytes_down` that it received
+    :param route: one line per stage: blocks and peer
+    :param stages: what each stage counted for the whole session, when it answered
+    """
+
+    mode: str
+    tokens: int
+    laps: int
+    hits: int = 0
+    misses: int = 0
+    proposed: int = 0
+    hits_by_depth: dict[int, int] = field(default_factory=dict)
+    sent_by_depth: dict[int, int] = field(default_factory=dict)
+    rows_computed: int = 0
+    rows_dropped: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    candidate_bytes_up: int = 0
+    commit_bytes_down: int = 0
+    open_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    draft_s: float = 0.0
+    retries: int = 0
+    route: tuple[str, ...] = ()
+    stages: tuple[Statistics | None, ...] = ()
+
+    @property
+    def tokens_per_lap(self) -> float:
+        return self.tokens / self.laps if self.laps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of committed tokens that were candidates in flight."""
+        return self.hits / (self.hits + self.misses) if self.hits + self.misses else 0.0
+
+
+@dataclass
+class Tally:
+    """The same, while it is being counted."""
+
+    tokens: int = 0
+    laps: int = 0
+    hits: int = 0
+    misses: int = 0
+    proposed: int = 0
+    hits_by_depth: Counter[int] = field(default_factory=Counter)
+    sent_by_depth: Counter[int] = field(default_factory=Counter)
+    rows_computed: int = 0
+    rows_dropped: int = 0
+    candidate_bytes_up: int = 0
+    commit_bytes_down: int = 0
+    draft_s: float = 0.0
+    retries: int = 0

@@ -1,0 +1,55 @@
+"""Client configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+MODES = ("auto", "ring", "relay", "off")
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How the drop-in class decodes. Every field has a default that works; see `docs/` for the reasoning."""
+
+    drafter: Any = "suffix"
+    """A drafter's name (`"suffix"`, `"none"`, `"model:PATH"`, an entry point), a `Drafter`, or a function that makes one per stream."""
+    mode: str = "auto"
+    """`ring`: servers with the plugin only. `relay`: through the host's own sessions. `auto`: ring where the swarm allows it, else relay.
+    `off`: the host's own decoding."""
+    speculate: bool = True
+    """False: plain decoding through the ring, one token per lap."""
+    max_candidates: int = 64
+    """Live candidates per stream: in flight, or waiting for a verdict."""
+    burst: int = 16
+    """Candidates that are drafted and sent in one go."""
+    max_depth: int = 64
+    """Longest chain of candidates below the last committed token."""
+    min_probability: float = 0.05
+    """A candidate whose path is less likely than this is not sent."""
+    seed: int | None = None
+    """Key of the sampling noise; None draws a new one from torch's default generator for each call."""
+    strict: bool = False
+    """Raise instead of falling back to the host's own path when the plugin cannot serve a call."""
+    client_verifies: bool = False
+    """Verify at the client even if the last stage has the LM head."""
+    client_embeds: bool = False
+    """Send embeddings even if the first stage has the embedding table."""
+    codec: str = "raw"
+    """Activation codec between stages."""
+    connect_timeout: float = 20.0
+    """Seconds to open a session at all stages."""
+    stall_timeout: float = 60.0
+    """Longest silence of the ring, in seconds, before it counts as broken."""
+    max_retries: int = 3
+    """Times that a broken ring is rebuilt at the last committed token before the error is raised."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}, expected one of {', '.join(MODES)}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
+                raise ValueError(f"{field.name} is {value}, expected no less than 0")
+        if self.burst < 1 or self.max_candidates < 1:
+            raise ValueError("burst and max_candidates are at least 1; use speculate=False to decode plainly")

@@ -1,0 +1,178 @@
+"""A small causal language model as a drafter: grows the likeliest tree, one batched layer of it at a time.
+
+Best-first growth by cumulative log-probability with a decay per level follows SpecExec (Svirschevski et al., NeurIPS 2024).
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from os import PathLike
+from typing import Any
+
+import torch
+
+from bloombee_spec.draft.base import Drafter, Proposal, never
+from bloombee_spec.draft.causal_lm import TreeModel
+from bloombee_spec.draft.lm_stream import Guess, LMStream, TreeNode
+from bloombee_spec.draft.vocabulary import check_same_vocabulary
+
+logger = logging.getLogger(__name__)
+
+NoiseSource = Callable[[int], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ModelDraftConfig:
+    """How a model drafter grows its tree.
+
+    :param siblings: proposals below one parent, at most
+    :param batch: nodes that are run at once, at most
+    :param decay: each level counts as this factor less likely, which prefers width a little where depth is uncertain
+    :param min_prob: chains of proposals that are less likely than this are not proposed
+    :param sharpness: with shared noise, proposal i is expected to win with a chance proportional to `(q_i / E_i) ** sharpness`
+    :param max_rows: candidates whose KV is kept between calls, at most
+    """
+
+    siblings: int = 8
+    batch: int = 16
+    decay: float = 0.95
+    min_prob: float = 1e-3
+    sharpness: float = 1.0
+    max_rows: int = 512
+
+    def __post_init__(self) -> None:
+        if self.siblings < 1 or self.batch < 1 or self.max_rows < 0:
+            raise ValueError(f"siblings and batch must be at least 1 and max_rows at least 0, got {self}")
+        if not 0 < self.decay <= 1 or not 0 < self.min_prob < 1 or self.sharpness <= 0:
+            raise ValueError(f"need 0 < decay <= 1, 0 < min_prob < 1 and sharpness > 0, got {self}")
+
+
+@dataclass(eq=False, slots=True)
+class _Candidate:
+    """A proposal in the making. `cost` is minus its cumulative log-probability, decay included."""
+
+    cost: float
+    age: int
+    parent: _Candidate | None
+    below: TreeNode  # the node that the guess was made at
+    guess: Guess
+    depth: int
+    chain_prob: float
+    expanded: bool = False
+
+    def order(self) -> tuple[float, int]:
+        return self.cost, self.age
+
+
+class ModelDrafter(Drafter):
+    """Drafts with any transformers causal LM that has the target's vocabulary.
+
+    :param model: the model, the directory or hub name to load it from, or a `TreeModel` that other drafters use too
+    :param vocab_size: rows of the target's LM head, by default the drafter's; ids beyond it are never proposed
+    :param tokenizer: the target's; compared with `draft_tokenizer`, which is loaded with the model if that is given by name
+    :raises ValueError: the vocabularies differ, or the model cannot be run on trees
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        vocab_size: int | None = None,
+        tokenizer: Any | None = None,
+        draft_tokenizer: Any | None = None,
+        config: ModelDraftConfig | None = None,
+    ) -> None:
+        if isinstance(model, (str, PathLike)):
+            model, draft_tokenizer = _load(model, tokenizer, draft_tokenizer)
+        self.model = model if isinstance(model, TreeModel) else TreeModel(model)
+        self.config = config or ModelDraftConfig()
+        self.name = f"model({type(self.model.model).__name__})"
+        rows = min(self.model.outputs, self.model.embeddings)
+        self._usable = check_same_vocabulary(tokenizer, draft_tokenizer, vocab_size or rows, rows)
+        self._noise: NoiseSource | None = None
+        self._temperature = 0.0
+        self._stream = LMStream(self.model, self._rank)
+
+    def fork(self) -> ModelDrafter:
+        """A drafter for another stream on the same weights; only the KV cache is its own."""
+        twin = ModelDrafter(self.model, config=self.config)
+        twin._usable, twin._noise, twin._temperature = self._usable, self._noise, self._temperature
+        return twin
+
+    def couple(self, noise: NoiseSource | None, temperature: float) -> None:
+        """Draw as the target draws, so that both draw the same token wherever they nearly agree.
+
+        The target commits `argmin E / p`, p at the temperature; the best proposals are the smallest `E / q` for the same noise.
+
+        :param noise: position of a token in the sequence (the first one is 0) -> Exp(1) noise `[vocab]` for it, the same at each call
+        :param temperature: the target's, 0 for greedy
+        """
+        if temperature < 0 or (noise is not None and temperature == 0):
+            raise ValueError(f"temperature must be positive with noise and not negative without, got {temperature}")
+        self._noise, self._temperature = noise, temperature
+        self._stream.drop_tree()
+
+    def start(self, prompt: Sequence[int]) -> None:
+        self._stream.start([int(token) for token in prompt])
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self._stream.observe([int(token) for token in tokens])
+
+    def close(self) -> None:
+        self._stream = LMStream(self.model, self._rank)
+
+    def propose(
+        self, path: Sequence[int], budget: int, *, max_depth: int = 64, interrupted: Callable[[], bool] = never
+    ) -> list[Proposal]:
+        stream = self._stream
+        if budget < 1 or max_depth < 1 or not stream.tokens or not self._readable(path):
+            return []
+        if not stream.catch_up(interrupted):
+            return []
+        if stream.tree_rows > self.config.max_rows:
+            keep_guesses, position = stream.root.guesses, stream.root.position
+            stream.drop_tree()
+            assert stream.root.position == position
+            stream.root.guesses = keep_guesses
+        anchor, missing = stream.root, []
+        for token in path:
+            anchor = anchor.child(int(token))
+            if anchor.row < 0:
+                missing.append(anchor)
+        if missing:
+            if interrupted():
+                return []
+            stream.run(missing)
+        return _ordered(self._grow(anchor, budget, max_depth, interrupted))
+
+    def _grow(
+        self, anchor: TreeNode, budget: int, max_depth: int, interrupted: Callable[[], bool]
+    ) -> list[_Candidate]:
+        """The likeliest `budget` candidates: runs every one of them whose children could be among them, best ones first."""
+        ages = count()
+        pool: list[_Candidate] = []
+        self._expand(pool, None, anchor, ages)
+        while True:
+            best = heapq.nsmallest(budget, pool, key=_Candidate.order)
+            worst = best[-1].cost if len(best) == budget else math.inf
+            promising = [
+                candidate
+                for candidate in best
+                if not candidate.expanded
+                and candidate.depth < max_depth
+                and candidate.cost - math.log(self.config.decay) < worst
+                and candidate.below.position + 1 < self.model.context
+            ]
+            nodes = [candidate.below.child(candidate.guess.token) for candidate in promising]
+            missing = [node for node in nodes if node.row < 0][: self.config.batch]
+            if missing and len(missing) == len(nodes[: len(missing)]):
+                pass
+            return best
+
+    def _rank(self, logits: torch.Tensor, positions: Sequence[int]) -> list[tuple[Guess, ...]]:
+        return []

@@ -1,0 +1,141 @@
+"""What the plugin needs from a host. Only modules of this package import one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from bloombee_spec.server.config import SpecServerConfig
+
+SUPPORTED = {"bloombee": ("0.1.3",)}
+
+
+class HostError(RuntimeError):
+    """No host, or none that this version of the plugin knows; the message says what was found and what works."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive blocks `start .. end-1` at one server; `peer` is its base58 peer id."""
+
+    peer: str
+    start: int
+    end: int
+
+
+class Host(ABC):
+    """One implementation per host package. Models below are instances of the class that `model_class` returns."""
+
+    name: str
+    version: str
+
+    # ------------------------------------------------------------ client
+
+    @abstractmethod
+    def model_class(self, model_name: str, **kwargs: Any) -> type[Any]:
+        """The host's distributed causal LM class for this checkpoint; `kwargs` as for its `from_pretrained`."""
+
+    @abstractmethod
+    def p2p(self, model: Any) -> Any:
+        """The model's libp2p node, for use inside `run`."""
+
+    @abstractmethod
+    def run(self, coroutine: Awaitable[Any], timeout: float | None = None) -> Any:
+        """Run on the host client's event loop, from any other thread.
+
+        :raises TimeoutError: no result within `timeout` seconds; the coroutine is cancelled
+        """
+
+    @abstractmethod
+    def servers(self, model: Any) -> dict[str, tuple[int, int]]:
+        """Servers that the host's routing knows now: base58 peer id to its blocks `(start, end)`."""
+
+    @abstractmethod
+    def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
+        """The host's own routing over all blocks, restricted to `peers` when given.
+
+        :raises RuntimeError: some block has no server
+        """
+
+    @abstractmethod
+    def on_failure(self, model: Any, peer: str | None) -> None: ...
+
+    @abstractmethod
+    def on_success(self, model: Any, peer: str) -> None: ...
+
+    @abstractmethod
+    def embed(self, model: Any, tokens: Sequence[int]) -> torch.Tensor:
+        """`[n, hidden]` input rows of the first block."""
+
+    @abstractmethod
+    def logits(self, model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and LM head of the client: `[n, hidden]` to `[n, vocab]` fp32."""
+
+    @abstractmethod
+    def new_session(self, model: Any, max_length: int) -> Any:
+        """The host's own inference session, not entered yet: `step`, `position`."""
+
+    @abstractmethod
+    def close_session(self, session: Any) -> None:
+        """Close it; bounded in time, never raises."""
+
+    @abstractmethod
+    def close(self, model: Any) -> None:
+        """Stop the model's background threads and processes; never raises."""
+
+    # ------------------------------------------------------------ server
+
+    @abstractmethod
+    def server_class(self, config: SpecServerConfig) -> type[Any]:
+        """The host's `Server`, extended with the plugin's service."""
+
+    @abstractmethod
+    def serve(self, argv: Sequence[str], config: SpecServerConfig) -> None:
+        """The host's `run_server` command with these arguments, serving the extended class. Blocks."""
+
+
+def installed_hosts() -> dict[str, str]:
+    """Host packages found in this environment, with versions; nothing is imported."""
+    found = {}
+    for name in ("bloombee", "petals"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def load_host() -> Host:
+    """The adapter of the installed host.
+
+    :raises HostError: none installed, an unsupported version, or one that cannot be imported
+    """
+    works = ", ".join(f"{name} {version}" for name, versions in SUPPORTED.items() for version in versions)
+    found = installed_hosts()
+    if not found:
+        raise HostError(f"no swarm host is installed; bloombee-spec {_own_version()} works with {works}")
+    for name, version in found.items():
+        if version not in SUPPORTED.get(name, ()):
+            continue
+        try:
+            from bloombee_spec.hosts.bloombee import BloomBeeHost
+
+            return BloomBeeHost()
+        except ImportError as e:
+            raise HostError(
+                f"{name} {version} is installed but cannot be imported ({e}); run `bloombee-spec patch apply`, then "
+                "`bloombee-spec doctor`"
+            ) from e
+    listed = ", ".join(f"{name} {version}" for name, version in found.items())
+    raise HostError(f"found {listed}, which this version does not support; it works with {works}")
+
+
+def _own_version() -> str:
+    import bloombee_spec
+
+    return bloombee_spec.__version__

@@ -1,0 +1,1 @@
+"""Sampling: how logits become tokens, identically at every place that may have to decide."""

@@ -1,0 +1,199 @@
+"""The RPC surface of a stage, beside the host's own handlers: `rpc_spec_info`, and one framed stream per neighbour.
+
+Streams are opened through libp2p, so the other side's peer id is authenticated. The first frame says what a stream is: `Open` (a
+client's control stream, which owns the session: when it ends, the session ends) or `Hello` (activations from the predecessor,
+commits from the verifier).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.proto import runtime_pb2
+from hivemind.utils.logging import get_logger
+
+from bloombee_spec.server.allocator import AllocationRefused
+from bloombee_spec.server.session import CLIENT, COMMIT, DATA, StageSession
+from bloombee_spec.wire.frames import ControlFrame, FrameError, decode
+from bloombee_spec.wire.messages import Close, Failure, Hello, Link, Linked, Open, Opened, Rule
+from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame, read_frame_bytes
+
+logger = get_logger(__name__)
+
+STREAM_PROTOCOL = "bloombee_spec.stream.1"
+HELLO_TIMEOUT = 30.0
+WRITE_TIMEOUT = 60.0
+
+OpenSession = Callable[[Open, str, Outbox], Any]
+
+
+class SpecService(ServicerBase):
+    """
+    :param info: answers `rpc_spec_info`, a msgpack-able mapping
+    :param open_session: coroutine function `(Open, client peer id, outbox) -> StageSession`; raises AllocationRefused or FrameError
+    :param retire: called once when a session ended
+    :param wake: asks the stage to look at its sessions
+    """
+
+    def __init__(
+        self,
+        *,
+        info: Callable[[], dict[str, Any]],
+        open_session: OpenSession,
+        retire: Callable[[StageSession], None],
+        wake: Callable[[], None],
+        sessions: dict[tuple[bytes, int], StageSession],
+        idle_timeout: float,
+        max_outbox: int,
+    ):
+        self._info, self._open_session, self._retire, self._wake = info, open_session, retire, wake
+        self._sessions, self._idle_timeout, self._max_outbox = sessions, idle_timeout, max_outbox
+        self._p2p: P2P | None = None
+
+    async def attach(self, p2p: P2P) -> None:
+        self._p2p = p2p
+        await self.add_p2p_handlers(p2p)
+        await p2p.add_binary_stream_handler(STREAM_PROTOCOL, self._on_stream)
+
+    async def rpc_spec_info(self, request: runtime_pb2.ExpertUID, context: P2PContext) -> runtime_pb2.ExpertInfo:
+        """Protocol version, blocks, heads, limits and measured compute time of this server."""
+        return runtime_pb2.ExpertInfo(serialized_info=msgpack.packb(self._info()))
+
+    # ---------------------------------------------------------------- streams
+
+    async def _on_stream(self, stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        peer = stream.peer_id.to_base58()
+        try:
+            first = await read_frame(reader, HELLO_TIMEOUT)
+            if not isinstance(first, ControlFrame):
+                raise FrameError("a stream starts with a control message")
+            if first.message.get("kind") == "Open":
+                await self._serve_client(Open.from_wire(first.message), peer, reader, writer)
+            else:
+                await self._serve_peer(Hello.from_wire(first.message), peer, reader)
+        except (FrameError, StreamClosed, asyncio.TimeoutError) as e:
+            logger.debug(f"Stream of {peer} ended: {e!r}")
+        except Exception:
+            logger.warning(f"Stream of {peer} failed", exc_info=True)
+        finally:
+            with contextlib.suppress(Exception):
+                writer.close()
+
+    async def _serve_client(self, opened: Open, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT)
+        session: StageSession | None = None
+        try:
+            try:
+                session = await self._open_session(opened, peer, box)
+            except (AllocationRefused, FrameError) as e:
+                box.put(ControlFrame(Failure(str(e)).to_wire()))
+                return
+            assert session is not None
+            box.put(ControlFrame(Opened(opened.arena, session.max_prefill).to_wire()))
+            reading = asyncio.ensure_future(self._read_client(session, reader))
+            closing = asyncio.ensure_future(session.closed.wait())
+            try:
+                await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                reading.cancel()
+                closing.cancel()
+                await asyncio.gather(reading, closing, return_exceptions=True)
+        finally:
+            if session is not None:
+                self._retire(session)
+                for link in session.links:
+                    await link.aclose(0.5)
+            await box.aclose()
+
+    async def _read_client(self, session: StageSession, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                data = await read_frame_bytes(reader, self._idle_timeout)
+                frame = decode(data)
+                if not isinstance(frame, ControlFrame):
+                    session.accept(frame, CLIENT, len(data))
+                    self._wake()
+                elif frame.message.get("kind") == "Rule":
+                    session.set_rule(Rule.from_wire(frame.message))
+                    self._wake()
+                elif frame.message.get("kind") == "Link":
+                    Link.from_wire(frame.message)
+                    await self._link(session)
+                    session.client_box.put(ControlFrame(Linked().to_wire()))
+                else:
+                    Close.from_wire(frame.message)
+                    session.client_box.put(ControlFrame(session.statistics().to_wire()))
+                    session.end()
+                    return
+        except StreamClosed:
+            session.end()
+        except asyncio.TimeoutError:
+            session.fail(f"no frame from the client for {self._idle_timeout:.0f} s")
+        except FrameError as e:
+            session.fail(str(e))
+        except Exception as e:
+            logger.warning("Session failed", exc_info=True)
+            session.fail(f"stage failed: {e!r}")
+
+    async def _link(self, session: StageSession) -> None:
+        """Open this stage's outgoing streams: activations to the next stage, commits to all listeners."""
+        opened = session.open
+        wanted = [(peer, stage, COMMIT) for stage, peer in enumerate(opened.listeners)]
+        if opened.next is not None:
+            wanted.append((opened.next, opened.stage + 1, DATA))
+        boxes = await asyncio.gather(*[self._dial(session, *target) for target in wanted])
+        next_box = boxes.pop() if opened.next is not None else None
+        session.link(next_box, boxes)
+
+    async def _dial(self, session: StageSession, peer: str, stage: int, role: str) -> Outbox:
+        assert self._p2p is not None
+        try:
+            _, reader, writer = await asyncio.wait_for(
+                self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), STREAM_PROTOCOL), HELLO_TIMEOUT
+            )
+        except Exception as e:
+            raise FrameError(f"stage {session.open.stage} cannot reach stage {stage} at {peer}: {e!r}") from None
+        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT)
+        box.put(ControlFrame(Hello(session.open.session, stage, role).to_wire()))
+        watch = asyncio.ensure_future(_watch(reader, session, stage))
+        box.task.add_done_callback(lambda _: watch.cancel())
+        return box
+
+    async def _serve_peer(self, hello: Hello, peer: str, reader: asyncio.StreamReader) -> None:
+        session = self._sessions.get((hello.session, hello.stage))
+        expected = None if session is None else session.open.previous if hello.role == DATA else session.open.verifier
+        if session is None or expected != peer:
+            raise FrameError(f"{peer} is not the announced sender of {hello.role} in this session")
+        closing = asyncio.ensure_future(session.closed.wait())
+        reading = asyncio.ensure_future(self._read_peer(session, hello.role, reader))
+        try:
+            await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reading.cancel()
+            closing.cancel()
+            await asyncio.gather(reading, closing, return_exceptions=True)
+
+    async def _read_peer(self, session: StageSession, role: str, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                data = await read_frame_bytes(reader, None)  # the client's stream is what times a session out
+                session.accept(decode(data), role, len(data))
+                self._wake()
+        except StreamClosed:
+            sender = "predecessor" if role == DATA else "verifier"
+            session.fail(f"stage {session.open.stage} lost its {sender}")
+        except FrameError as e:
+            session.fail(f"stage {session.open.stage}: {e}")
+
+
+async def _watch(reader: asyncio.StreamReader, session: StageSession, stage: int) -> None:
+    """Nobody answers on these streams: an end means that the neighbour is gone."""
+    with contextlib.suppress(ConnectionError, OSError):
+        await reader.read(1)
+    if not session.dead:
+        session.fail(f"stage {session.open.stage} lost stage {stage}")

@@ -1,0 +1,103 @@
+"""Frames over a pair of asyncio streams: lengths are checked before anything is read, every wait has an end, queues are bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+
+from bloombee_spec.wire.frames import MAX_FRAME_BYTES, Frame, FrameError, decode, encode
+
+LENGTH_BYTES = 3
+
+
+class StreamClosed(ConnectionError):
+    """The peer ended the stream, or it broke."""
+
+
+async def read_frame_bytes(reader: asyncio.StreamReader, timeout: float | None) -> bytes:
+    """:raises StreamClosed: at the end of the stream
+    :raises FrameError: the announced length is out of bounds
+    :raises asyncio.TimeoutError: nothing complete arrived within `timeout` seconds
+    """
+    try:
+        return await asyncio.wait_for(_read(reader), timeout)
+    except (asyncio.IncompleteReadError, ConnectionError, OSError) as e:
+        raise StreamClosed(f"stream ended: {e!r}") from None
+
+
+async def read_frame(reader: asyncio.StreamReader, timeout: float | None) -> Frame:
+    return decode(await read_frame_bytes(reader, timeout))
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    if not 3 <= length <= MAX_FRAME_BYTES:
+        raise FrameError(f"peer announced a frame of {length} bytes, at most {MAX_FRAME_BYTES} are allowed")
+    return await reader.readexactly(length)
+
+
+class Outbox:
+    """Writes frames to one peer in order, from its own task.
+
+    `put` never waits; once more than `max_bytes` are queued the peer counts as stuck and the outbox fails.
+    Only to be used on the event loop's thread.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, timeout: float):
+        self._writer, self._max_bytes, self._timeout = writer, max_bytes, timeout
+        self._queue: deque[bytes] = deque()
+        self._queued = 0
+        self._wake = asyncio.Event()
+        self._closing = False
+        self.frames_sent = self.bytes_sent = 0
+        self.failure: BaseException | None = None
+        self.task = asyncio.ensure_future(self._run())
+
+    def put(self, frame: Frame) -> int:
+        """:returns: bytes of the encoded frame
+        :raises StreamClosed: the stream failed before, or the peer reads too slowly
+        """
+        return self.put_bytes(encode(frame))
+
+    def put_bytes(self, data: bytes) -> int:
+        if self.failure is not None or self._closing:
+            raise StreamClosed(f"cannot send: {self.failure!r}" if self.failure else "cannot send: the stream is closed")
+        if self._queued + len(data) > self._max_bytes and self._queued:
+            self.failure = StreamClosed(f"peer reads too slowly: {self._queued} bytes are queued")
+            self.task.cancel()
+            raise self.failure
+        self._queue.append(data)
+        self._queued += len(data)
+        self.frames_sent += 1
+        self.bytes_sent += len(data)
+        self._wake.set()
+        return len(data)
+
+    async def aclose(self, timeout: float = 2.0) -> None:
+        """Send what is queued, then close; never raises and never waits longer than `timeout` seconds."""
+        self._closing = True
+        self._wake.set()
+        with contextlib.suppress(asyncio.TimeoutError, asyncio.CancelledError, Exception):
+            await asyncio.wait_for(asyncio.shield(self.task), timeout)
+        self.task.cancel()
+        with contextlib.suppress(Exception):
+            self._writer.close()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                while self._queue:
+                    data = self._queue.popleft()
+                    self._queued -= len(data)
+                    self._writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+                    if not self._queue:
+                        await asyncio.wait_for(self._writer.drain(), self._timeout)
+                if self._closing:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:
+            self.failure = StreamClosed(f"stream broke while sending: {e!r}")

@@ -1,0 +1,52 @@
+"""The real `patch` command, and what is compared before and after it. Shared by the tests of patching."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import importlib.metadata
+import stat
+from pathlib import Path
+
+import pytest
+
+from bloombee_spec.cli import patch as patch_command
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SET_FOLDER = REPOSITORY / "patches" / "bloombee-0.1.3"
+IMPORTS, PLUGINS = "hivemind-imports", "server-plugins"
+SHARED_FILE = "bloombee/server/server.py"  # the one file that both patches change
+INFO = "bloombee-0.1.3.dist-info"
+
+
+def differences_from_record(root: Path) -> list[str]:
+    """Files of the package whose hash is not the one that the wheel came with."""
+    wrong = []
+    for record in importlib.metadata.PathDistribution(root / INFO).files or ():
+        if record.hash is not None and record.parts[0] == "bloombee":
+            digest = hashlib.new(record.hash.mode, (root / record).read_bytes()).digest()
+            if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != record.hash.value:
+                wrong.append(str(record))
+    return wrong
+
+
+def snapshot(root: Path) -> dict[str, tuple[bytes, int, int]]:
+    """Content, mode and owner of every file below `root`."""
+    files = ((path, path.stat()) for path in root.rglob("*") if path.is_file())
+    return {str(p.relative_to(root)): (p.read_bytes(), stat.S_IMODE(s.st_mode), s.st_uid) for p, s in files}
+
+
+def run_patch(root: Path, *words: str) -> int:
+    """Run the real command."""
+    parser = argparse.ArgumentParser()
+    patch_command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["patch", *words, "--host-path", str(root)])
+    return int(args.run(args))
+
+
+def patch_status(root: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    capsys.readouterr()
+    run_patch(root, "status")
+    lines = capsys.readouterr().out.splitlines()[1:]
+    return {name: rest.strip() for name, rest in (line.split(maxsplit=1) for line in lines)}

@@ -1,0 +1,374 @@
+"""The keyed rule: ties, invalid logits, bans, and independence of everything but (logits, prefix, seed, row, position)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bloombee_spec.sampling.noise import NoiseCache, race_noise
+from bloombee_spec.sampling.processors import ProcessorStack, SamplingError
+from bloombee_spec.sampling.rule import KeyedRule, propose_keyed
+from bloombee_spec.sampling.spec import SamplingSpec
+from bloombee_spec.tree import NodeSpec, TokenTree, committed_ref
+
+VOCAB = 23
+PROMPT = [3, 1, 4]
+GREEDY = SamplingSpec(prompt_length=len(PROMPT))
+SAMPLING = SamplingSpec(prompt_length=len(PROMPT), do_sample=True, seed=42)
+STACKS = {
+    "greedy": GREEDY,
+    "greedy_penalties": SamplingSpec(
+        prompt_length=3, repetition_penalty=1.5, no_repeat_ngram_size=2, frequency_penalty=0.3
+    ),
+    "sampling": SAMPLING,
+    "cold": SamplingSpec(prompt_length=3, do_sample=True, seed=1, temperature=0.7, top_k=8, top_p=0.9),
+    "penalties": SamplingSpec(
+        prompt_length=3, do_sample=True, seed=9, repetition_penalty=1.3, presence_penalty=0.7, no_repeat_ngram_size=2
+    ),
+    "ends": SamplingSpec(
+        prompt_length=3, do_sample=True, seed=8, min_new_tokens=4, eos_token_ids=(0,), suppress_tokens=(7,), min_p=0.02
+    ),
+}
+
+
+def _model(ids: list[int]) -> torch.Tensor:
+    """A synthetic target: logits `[vocab]` that depend on the last three tokens."""
+    key = 0
+    for token in ids[-3:]:
+        key = key * VOCAB + token + 1
+    return 2.0 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(key))
+
+
+def _plain(spec: SamplingSpec, length: int, row: int = 0) -> list[int]:
+    """The reference: one token at a time, no draft."""
+    rule, ids = KeyedRule(spec, VOCAB, row=row), list(PROMPT)
+    while len(ids) < len(PROMPT) + length:
+        ids.append(rule.choose(_model(ids), ids, len(ids)))
+    return ids
+
+
+def _speculative(spec: SamplingSpec, length: int, draft, row: int = 0) -> tuple[list[int], int]:
+    """A tree per lap, all its nodes chosen in one batch, walked by matching. Returns the ids and the number of laps.
+
+    :param draft: `(ids, noise) -> [(parent, token)]`, parents by index in the list or -1, for the tree below `ids`
+    """
+    rule = KeyedRule(spec, VOCAB, row=row)
+    noise = NoiseCache(spec.seed, row, VOCAB)
+    tree, next_id, laps = TokenTree(PROMPT), 0, 0
+    while tree.length < len(PROMPT) + length:
+        proposals = draft(tree.committed, noise)
+        specs = [
+            NodeSpec(next_id + i, committed_ref(tree.length - 1) if parent < 0 else next_id + parent, token)
+            for i, (parent, token) in enumerate(proposals)
+        ]
+        next_id += len(specs)
+        tree.extend(specs)
+        nodes = tree.live()
+        paths = [tree.committed + [ancestor.token for ancestor in node.path()] for node in nodes]
+        prefixes = [tree.committed[:], *paths]
+        logits = torch.stack([_model(prefix) for prefix in prefixes])
+        chosen = rule.choose_many(logits, prefixes, [len(prefix) for prefix in prefixes])
+        by_node = dict(zip((None, *(node.id for node in nodes)), chosen))
+        at = None
+        while True:
+            commit = tree.commit(by_node[at])
+            rule.commit(commit.position)
+            if commit.hit is None:
+                break
+            at = commit.hit.id
+        tree.rewind(tree.length)
+        laps += 1
+    return tree.committed[: len(PROMPT) + length], laps
+
+
+def _no_draft(ids, noise):
+    return []
+
+
+def _keyed_chain(ids, noise):
+    """Drafts with the target's noise and a blurred copy of the target."""
+    path, proposals = list(ids), []
+    for i in range(4):
+        token = propose_keyed(0.7 * _model(path), noise.at(len(path)), 1)[0]
+        proposals.append((i - 1, token))
+        path.append(token)
+    return proposals
+
+
+def _likely_siblings(ids, noise):
+    return [(-1, token) for token in _model(ids).topk(3).indices.tolist()]
+
+
+def _full_tree(ids, noise):
+    proposals: list[tuple[int, int]] = []
+    frontier = [(-1, list(ids))]
+    for _ in range(2):
+        grown = []
+        for parent, path in frontier:
+            for token in propose_keyed(_model(path), noise.at(len(path)), 3):
+                proposals.append((parent, token))
+                grown.append((len(proposals) - 1, [*path, token]))
+        frontier = grown
+    return proposals
+
+
+def _nonsense_with_duplicates(ids, noise):
+    return [(-1, 5), (-1, 5), (0, 5), (1, 6), (-1, 0), (4, 0), (5, 0)]
+
+
+DRAFTS = [_no_draft, _keyed_chain, _likely_siblings, _full_tree, _nonsense_with_duplicates]
+
+
+@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.__name__)
+@pytest.mark.parametrize("name", STACKS)
+def test_output_does_not_depend_on_the_draft_or_the_tree(name, draft):
+    spec = STACKS[name]
+    for row in range(3):
+        assert _speculative(spec, 24, draft, row)[0] == _plain(spec, 24, row)
+
+
+def test_keyed_drafts_save_laps():
+    _, laps = _speculative(SAMPLING, 60, _keyed_chain)
+    assert laps < 40
+
+
+@pytest.mark.parametrize("name", [name for name, spec in STACKS.items() if spec.do_sample])
+def test_rows_and_seeds_differ(name):
+    spec = STACKS[name]
+    other = SamplingSpec.from_wire({**spec.to_wire(), "seed": spec.seed + 1})
+    texts = [_plain(spec, 24, row=0), _plain(spec, 24, row=1), _plain(other, 24, row=0)]
+    assert len({tuple(text) for text in texts}) == 3
+    assert _plain(spec, 24) == texts[0]
+
+
+def test_choices_do_not_depend_on_what_was_chosen_before():
+    rule = KeyedRule(SAMPLING, VOCAB)
+    nodes = [PROMPT, [*PROMPT, 5], [*PROMPT, 6], [*PROMPT, 5, 5]]
+    forwards = [rule.choose(_model(ids), ids, len(ids)) for ids in nodes]
+    rule.commit(len(PROMPT) + 5)
+    backwards = [rule.choose(_model(ids), ids, len(ids)) for ids in reversed(nodes)]
+    assert forwards == backwards[::-1]
+
+
+def test_siblings_share_the_noise_of_their_position():
+    """Two nodes with equal logits at one position get one token; at another position the draw is another one."""
+    rule = KeyedRule(SAMPLING, VOCAB)
+    logits = torch.zeros(200, VOCAB)
+    assert len(set(rule.choose_many(logits, [[]] * 200, [9] * 200))) == 1
+    assert len(set(rule.choose_many(logits, [[]] * 200, list(range(200))))) > VOCAB // 2
+
+
+# Ties, bans and invalid logits
+
+
+@pytest.mark.parametrize("size", [2, 7, 64, 1000, 50_257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_ties_go_to_the_lowest_id(size, dtype):
+    rule, penalised = KeyedRule(GREEDY, size), KeyedRule(SamplingSpec(prompt_length=0, presence_penalty=1.0), size)
+    places = torch.randperm(size, generator=torch.Generator().manual_seed(size))[: max(2, size // 50)]
+    logits = torch.full((size,), -1.0, dtype=dtype)
+    logits[places] = 3.0
+    lowest = int(places.min())
+    assert rule.choose(logits, [], 0) == lowest
+    assert rule.choose_many(torch.stack([logits, logits]), [[], []], [0, 0]) == [lowest, lowest]
+    assert penalised.choose(logits, [], 0) == lowest
+    assert rule.choose(torch.zeros(size, dtype=dtype), [], 0) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(st.sampled_from([-math.inf, -1.0, 0.0, -0.0, 2.0, 2.0]), min_size=1, max_size=40))
+def test_greedy_is_the_first_largest_value(values):
+    rule = KeyedRule(GREEDY, len(values))
+    if all(value == -math.inf for value in values):
+        with pytest.raises(SamplingError, match="no token"):
+            rule.choose(torch.tensor(values), [], 0)
+    else:
+        assert rule.choose(torch.tensor(values), [], 0) == values.index(max(values))
+
+
+def test_ties_after_noise_go_to_the_lowest_id():
+    rule = KeyedRule(SAMPLING, 4)
+    rule.noise._noise[0] = torch.tensor([0.0, 1.0, 1.0, 0.5], dtype=torch.float64)
+    assert rule.choose(torch.zeros(4), [], 0) == 1
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_nan_is_an_error_wherever_it_is(name):
+    rule = KeyedRule(STACKS[name], VOCAB)
+    for place in (0, 11, VOCAB - 1):
+        logits = _model(PROMPT)
+        logits[place] = math.nan
+        with pytest.raises(SamplingError):
+            rule.choose_many(torch.stack([_model(PROMPT), logits]), [PROMPT, PROMPT], [3, 3])
+
+
+def test_nan_is_replaced_where_that_is_asked_for():
+    spec = SamplingSpec(prompt_length=0, remove_invalid_values=True)
+    assert KeyedRule(spec, 3).choose(torch.tensor([-2.0, math.nan, -1.0]), [], 0) == 1  # NaN becomes 0
+
+
+@pytest.mark.parametrize("option", ["eta_cutoff", "typical_p", "top_p"])
+def test_nan_does_not_hide_behind_a_warper(option):
+    rule = KeyedRule(SamplingSpec(prompt_length=0, do_sample=True, **{option: 0.5}), 4)
+    with pytest.raises(SamplingError):
+        rule.choose(torch.tensor([1.0, math.nan, 0.0, 2.0]), [], 0)
+
+
+def test_infinite_scores_cannot_be_sampled():
+    with pytest.raises(SamplingError, match="infinite"):
+        KeyedRule(SAMPLING, 3).choose(torch.tensor([0.0, math.inf, 1.0]), [], 0)
+
+
+def test_options_that_exclude_everything_are_an_error():
+    spec = SamplingSpec(prompt_length=0, do_sample=True, suppress_tokens=(0, 1, 2))
+    with pytest.raises(SamplingError, match="no token"):
+        KeyedRule(spec, 3).choose(torch.zeros(3), [], 0)
+
+
+def test_an_overflowing_penalty_is_an_error():
+    spec = SamplingSpec(prompt_length=0, exponential_decay_length_penalty=(0, 100.0), eos_token_ids=(1,))
+    with pytest.raises(SamplingError, match="ExponentialDecay"):
+        KeyedRule(spec, 3).choose(torch.ones(3), [0] * 200, 200)
+
+
+def test_a_banned_token_is_never_drawn():
+    """1e5 draws; the banned tokens are the most likely ones, and noise is finite, so that -inf stays -inf."""
+    spec = SamplingSpec(prompt_length=0, do_sample=True, seed=3, suppress_tokens=(0,), bad_words_ids=((1,),))
+    logits = torch.tensor([50.0, 40.0, -math.inf, 0.0, 0.0])
+    rule, draws = KeyedRule(spec, 5), 100_000
+    scores = rule.processors.scores(logits, [])
+    unprocessed = KeyedRule(SAMPLING, 5)
+    noise = torch.stack([race_noise(3, row, 0, 5) for row in range(draws)])
+    rule.noise._noise[0] = noise[0]
+    assert rule.choose(logits, [], 0) == int((scores.double() + noise[0]).argmax())
+    drawn = (scores.double() - scores.max() + noise).argmax(dim=-1)
+    assert sorted(set(drawn.tolist())) == [3, 4]
+    assert all(
+        unprocessed.choose(torch.tensor([-math.inf, 0.0, -math.inf, 0.0, 0.0]), [], row) in (1, 3, 4)
+        for row in range(500)
+    )
+
+
+def test_scores_of_any_size_leave_the_noise_alone():
+    """With remove_invalid_values a banned token has the lowest float32 instead of -inf; alone, such tokens are uniform."""
+    rule = KeyedRule(SamplingSpec(prompt_length=0, do_sample=True, remove_invalid_values=True), 3)
+    drawn = [rule.choose(torch.full((3,), -math.inf), [0] * position, position) for position in range(300)]
+    assert min(drawn.count(token) for token in range(3)) > 60
+
+
+def test_sampling_is_not_greedy_in_disguise():
+    """The entropy of what is drawn is the entropy of the distribution, not zero."""
+    logits = torch.tensor([1.0, 0.5, 0.0, -0.5])
+    rule = KeyedRule(SamplingSpec(prompt_length=0, do_sample=True, seed=5), 4)
+    counts = torch.bincount(torch.tensor([rule.choose(logits, [], position) for position in range(4000)]), minlength=4)
+    drawn = counts / counts.sum()
+    entropy = float(-(drawn * drawn.log()).sum())
+    p = logits.softmax(-1)
+    assert abs(entropy - float(-(p * p.log()).sum())) < 0.05
+
+
+def test_temperature_is_applied_once():
+    logits = torch.tensor([1.0, 0.0])
+    rule = KeyedRule(SamplingSpec(prompt_length=0, do_sample=True, seed=5, temperature=0.5), 2)
+    share = sum(rule.choose(logits, [], position) == 0 for position in range(4000)) / 4000
+    assert abs(share - 1 / (1 + math.exp(-2.0))) < 0.025  # 0.881; once more would be 0.982, not at all 0.731
+
+
+# What the processors see
+
+
+class _Recorder:
+    """A stateful processor: keeps every prefix that it is shown."""
+
+    def __init__(self):
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids[0].tolist())
+        return scores
+
+
+def test_processors_see_committed_tokens_and_the_path_once_per_node():
+    recorder = _Recorder()
+    rule = KeyedRule(SAMPLING, VOCAB, processors=ProcessorStack([recorder]))
+    paths = [[*PROMPT], [*PROMPT, 5], [*PROMPT, 6], [*PROMPT, 5, 7]]
+    rule.choose_many(torch.stack([_model(path) for path in paths]), paths, [len(path) for path in paths])
+    assert recorder.seen == paths
+
+
+def test_prefix_is_not_built_when_nothing_looks_at_it():
+    def unwanted():
+        raise AssertionError("the prefix was built")
+
+    warpers = SamplingSpec(
+        prompt_length=0, do_sample=True, temperature=0.7, top_k=5, top_p=0.9, renormalize_logits=True
+    )
+    for spec in (GREEDY, SAMPLING, warpers):
+        assert 0 <= KeyedRule(spec, VOCAB).choose(_model(PROMPT), unwanted, 3) < VOCAB
+    with pytest.raises(AssertionError, match="was built"):
+        KeyedRule(STACKS["penalties"], VOCAB).choose(_model(PROMPT), unwanted, 3)
+
+
+def test_a_lazy_prefix_is_the_same_prefix():
+    rule = KeyedRule(STACKS["penalties"], VOCAB)
+    assert rule.choose(_model(PROMPT), lambda: PROMPT, 3) == rule.choose(_model(PROMPT), PROMPT, 3)
+
+
+def test_prefix_position_shape_and_vocabulary_are_checked():
+    rule = KeyedRule(STACKS["penalties"], VOCAB)
+    with pytest.raises(ValueError, match="prefix of position 4"):
+        rule.choose(_model(PROMPT), PROMPT, 4)
+    with pytest.raises(ValueError, match="outside"):
+        rule.choose(_model(PROMPT), [1, 2, VOCAB], 3)
+    with pytest.raises(ValueError, match="expected logits"):
+        rule.choose(torch.zeros(VOCAB + 1), PROMPT, 3)
+    with pytest.raises(ValueError, match="expected logits"):
+        rule.choose_many(torch.zeros(2, VOCAB), [PROMPT], [3])
+    with pytest.raises(ValueError, match="vocabulary"):
+        KeyedRule(STACKS["ends"], 5)
+    assert rule.choose_many(torch.zeros(0, VOCAB), [], []) == []
+
+
+def test_count_penalties_are_those_of_their_definition():
+    spec = SamplingSpec(prompt_length=2, presence_penalty=0.5, frequency_penalty=0.25)
+    scores = ProcessorStack.from_spec(spec).scores(torch.zeros(5), [4, 4, 1, 1, 2])
+    assert scores.tolist() == [0.0, -1.0, -0.75, 0.0, 0.0]
+
+
+def test_logits_are_not_modified():
+    logits = _model(PROMPT)
+    before = logits.clone()
+    for spec in STACKS.values():
+        KeyedRule(spec, VOCAB).choose(logits, PROMPT, 3)
+    assert torch.equal(logits, before)
+
+
+# Proposals with the shared noise
+
+
+def test_keyed_proposals_are_the_smallest_clocks():
+    scores = _model(PROMPT)
+    noise = race_noise(1, 0, 3, VOCAB)
+    clocks = torch.exp(-noise) / scores.double().softmax(-1)
+    assert propose_keyed(scores, noise, 5) == clocks.argsort()[:5].tolist()
+    assert sorted(propose_keyed(scores, noise, 10 * VOCAB)) == list(range(VOCAB))
+
+
+def test_a_perfect_drafter_is_always_right():
+    rule, noise = KeyedRule(SAMPLING, VOCAB), NoiseCache(SAMPLING.seed, 0, VOCAB)
+    for position in range(3, 60):
+        logits = _model([position])
+        assert propose_keyed(logits, noise.at(position), 1) == [rule.choose(logits, [], position)]
+
+
+def test_proposals_exclude_impossible_tokens_and_refuse_nonsense():
+    noise = race_noise(1, 0, 3, 4)
+    assert propose_keyed(torch.tensor([-math.inf, 0.0, -math.inf, 0.0]), noise, 4) in ([1, 3], [3, 1])
+    with pytest.raises(ValueError, match="NaN"):
+        propose_keyed(torch.tensor([0.0, math.nan, 0.0, 0.0]), noise, 1)
+    with pytest.raises(ValueError, match="NaN"):
+        propose_keyed(torch.full((4,), -math.inf), noise, 1)
+    with pytest.raises(ValueError, match="expected scores"):
+        propose_keyed(torch.zeros(5), noise, 1)
