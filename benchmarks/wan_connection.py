@@ -119,12 +119,15 @@ class _End(asyncio.Protocol):
             self.transport.resume_reading()
 
     def write(self, data: memoryview) -> None:
-        if self.transport is not None and not self.closed:
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.write(data)
 
     def write_eof(self) -> None:
-        if self.transport is not None and not self.closed and not self.transport.is_closing():
-            self.transport.write_eof()
+        if self.transport is not None and not self.transport.is_closing():
+            try:
+                self.transport.write_eof()
+            except OSError:  # the peer has reset the connection, and the event loop does not know yet
+                self.transport.abort()
 
     def close(self) -> None:
         if self.transport is not None:

@@ -47,6 +47,7 @@ class LaneBatch:
     """What one forward computes for one lane: a prefix chunk, if any, then candidate rows."""
 
     rows: list[Row]
+    epoch: int
     prefix: PrefixFrame | None = None
     prefix_rows: int = 0
     seq: int = 0
@@ -177,7 +178,7 @@ class Lane:
 
     def take(self, max_rows: int) -> LaneBatch:
         """Dequeue the next rows in order, dropping the dead; ancestors always precede descendants."""
-        batch = LaneBatch([])
+        batch = LaneBatch([], self.epoch)
         while self._queue:
             item = self._queue[0]
             if isinstance(item, _Answer):

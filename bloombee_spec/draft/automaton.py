@@ -1,8 +1,8 @@
 """An online suffix automaton with occurrence counts: every context of a growing text and what followed it.
 
-A state stands for the contexts that occur at the same places of the text; its suffix link leads to the next shorter context
-that occurs at more places. Finding a context and appending a token both cost amortised constant time, whatever the text's
-length; nothing is hashed approximately, so two contexts are equal only if all their tokens are.
+A state stands for the contexts that occur at the same places of the text; its suffix link leads to the next shorter
+context that occurs at more places. Finding a context and appending a token both cost amortised constant time, whatever
+the text's length; nothing is hashed approximately, so two contexts are equal only if all their tokens are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Follower = tuple[int, int, int]  # token, how often it followed, position where 
 class SuffixAutomaton:
     """Contexts of a text and the number of times that each token followed them.
 
-    At most two states per token of text, 24 bytes each, plus a dictionary for each state with several followers. Tokens are any
-    32-bit integers but -1.
+    At most two states per token of text, 24 bytes each, plus a dictionary for each state with several followers.
+    Tokens are any 32-bit integers but -1.
 
-    :param max_context: counts are exact for contexts of up to so many tokens; longer ones can still be followed verbatim
+    :param max_context: counts are exact for contexts of up to so many tokens; longer ones can still be followed
+        verbatim
     """
 
     def __init__(self, max_context: int) -> None:
@@ -38,8 +39,8 @@ class SuffixAutomaton:
         self._next = array("i", [_NONE])
         self._more: dict[int, dict[int, int]] = {}
         self._last = ROOT
-        # The context of the last `max_context + 1` tokens. Counts are propagated from here, so that a text that repeats itself,
-        # where the chain of links is as long as the text, costs hardly more than any other.
+        # The context of the last `max_context + 1` tokens. Counts are propagated from here, so that a text that
+        # repeats itself, where the chain of links is as long as the text, costs hardly more than any other.
         self._tail, self._tail_length = ROOT, 0
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -93,7 +94,7 @@ class SuffixAutomaton:
             length = lengths[state]
 
     def followers(self, state: int, limit: int) -> list[Follower]:
-        """What followed the context, in no particular order; nothing when there are more than `limit` different tokens."""
+        """What followed the context, in no particular order; nothing if that is more than `limit` different tokens."""
         token, count, recent = self._token[state], self._count, self._recent
         if token == _NONE:
             return []
@@ -114,7 +115,7 @@ class SuffixAutomaton:
 
     def _set_follower(self, state: int, token: int, follower: int) -> None:
         current = self._token[state]
-        if current == token or current == _NONE:
+        if current in (token, _NONE):
             self._token[state], self._next[state] = token, follower
         else:
             self._more.setdefault(state, {})[token] = follower
@@ -151,7 +152,7 @@ class SuffixAutomaton:
         return new
 
     def _split(self, state: int, token: int, target: int) -> int:
-        """The shorter contexts of `target` now occur at one more place than the longer ones: they get their own state."""
+        """The shorter contexts of `target` now occur at one more place than the longer ones: give them a state."""
         clone = self._add_state(self._length[state] + 1, like=target)
         more = self._more.get(target)
         if more is not None:

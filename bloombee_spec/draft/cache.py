@@ -1,7 +1,7 @@
 """Hedges: proposals drafted in advance for outcomes other than the expected one, while a run is in flight.
 
-How many outcomes to prepare for at each depth follows the geometric fan-out of Saguaro (Speculative Speculative Decoding, ICLR
-2026, Theorem 12); how many branches an uncertain token deserves follows SpecBranch (ICLR 2026).
+How many outcomes to prepare for at each depth follows the geometric fan-out of Saguaro (Speculative Speculative
+Decoding, ICLR 2026, Theorem 12); how many branches an uncertain token deserves follows SpecBranch (ICLR 2026).
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from bloombee_spec.draft.base import Proposal
 
 
 def fan_out(acceptance: float, chain: int, budget: float, reuse: float) -> list[float]:
-    """How many outcomes to prepare for a run of `chain` candidates that may end after 0, 1, ..., `chain` accepted ones.
+    """How many outcomes to prepare for a run of `chain` candidates that ends after 0, 1, ..., `chain` accepted ones.
 
-    `F_k = F_0 a^(k/(1+r))` for k < K, and `F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r))` since the whole run is accepted with a^K, not
-    a^K (1-a). The sum is `budget`.
+    `F_k = F_0 a^(k/(1+r))` for k < K, and `F_K = F_0 a^(K/(1+r)) (1-a)^(-1/(1+r))` since the whole run is accepted
+    with a^K, not a^K (1-a). The sum is `budget`.
 
     :param acceptance: a, chance that a candidate is committed given that its parent is, 0 .. 1
     :param chain: K, candidates in the run
     :param budget: B, outcomes to prepare for altogether
-    :param reuse: r > 0, exponent of the law by which more guesses of the committed token miss less: `miss = guesses ** -r`
+    :param reuse: r > 0, exponent of the law by which more guesses of the committed token miss less: `miss = guesses **
+        -r`
     :returns: K + 1 numbers, not rounded (see `whole`)
     """
     if not 0 <= acceptance <= 1 or chain < 0 or budget < 0 or reuse <= 0:
         raise ValueError(
-            f"need 0 <= acceptance <= 1, chain >= 0, budget >= 0 and reuse > 0, got {acceptance}, {chain}, {budget}, {reuse}"
+            "need 0 <= acceptance <= 1, chain >= 0, budget >= 0 and reuse > 0, got "
+            f"{acceptance}, {chain}, {budget}, {reuse}"
         )
     if acceptance == 1:  # a run that never fails needs nothing but its end
         return [0.0] * chain + [float(budget)]
@@ -70,10 +72,10 @@ class HedgeStats:
 
 
 class HedgeCache:
-    """Prepared proposals by outcome: which candidates will have been committed, and which token instead of the next one.
+    """Prepared proposals by outcome: which candidates will have been committed, and which token then missed.
 
-    An outcome is written as tokens that follow the committed ones. Committing a token shortens the outcomes that it confirms and
-    drops those that it contradicts, so what is kept can always still happen.
+    An outcome is written as tokens that follow the committed ones. Committing a token shortens the outcomes that it
+    confirms and drops those that it contradicts, so what is kept can always still happen.
 
     :param capacity: outcomes kept at most; the oldest give way
     """

@@ -9,14 +9,17 @@ import torch
 
 from bloombee_spec.draft.tree_cache import TreeCache
 
-class TreeModel:
-    """Any transformers causal LM whose attention honours a 4-D mask and explicit positions (Llama, Qwen, Mistral, Falcon, ...).
 
-    This is checked, not assumed: on construction a small tree is run and compared with the same tokens as a plain sequence. One
-    object may serve several threads; each stream brings its own cache.
+class TreeModel:
+    """Any transformers causal LM whose attention honours a 4-D mask and explicit positions (Llama, Qwen, Mistral,
+    Falcon, ...).
+
+    This is checked, not assumed: on construction a small tree is run and compared with the same tokens as a plain
+    sequence. One object may serve several threads; each stream brings its own cache.
 
     :param model: a transformers `...ForCausalLM`, in evaluation mode from here on
-    :raises ValueError: the model keeps recurrent state, or ignores masks or positions, so that it cannot be run on trees
+    :raises ValueError: the model keeps recurrent state, or ignores masks or positions, so that it cannot be run on
+        trees
     """
 
     def __init__(self, model: Any) -> None:
@@ -28,7 +31,7 @@ class TreeModel:
         self.context = _context_length(model.config)  # positions from here on cannot be run
         self._mask_style = self._probe_mask_style()
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def forward(
         self, cache: TreeCache, tokens: Sequence[int], positions: Sequence[int], visible: torch.Tensor
     ) -> torch.Tensor:
@@ -61,7 +64,7 @@ class TreeModel:
         return logits
 
     def _probe_mask_style(self) -> tuple[float, float]:
-        """Mask values for "attend" and "do not attend": families disagree on whether a 4-D mask is added or is true and false."""
+        """Mask values for "attend" and "do not attend". Some families add a 4-D mask, others take 1 and 0."""
         errors: list[str] = []
         for style in ((0.0, torch.finfo(self.dtype).min), (1.0, 0.0)):
             try:
@@ -70,16 +73,17 @@ class TreeModel:
             except Exception as error:  # whatever a model's code raises at a mask that it does not support
                 errors.append(f"{type(error).__name__}: {error}")
         raise ValueError(
-            f"{type(self.model).__name__} cannot draft trees: it would have to honour 4-D attention masks, position_ids and "
-            f'a row-wise KV cache (attn_implementation="sdpa" or "eager", no recurrent layers). Tried: {"; then ".join(errors)}'
+            f"{type(self.model).__name__} cannot draft trees: it would have to honour 4-D attention masks, "
+            'position_ids and a row-wise KV cache (attn_implementation "sdpa" or "eager", no recurrent layers). '
+            f"Tried: {'; then '.join(errors)}"
         )
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def _compare_tree_with_sequence(self, style: tuple[float, float]) -> None:
         """A prefix of two, then in one go a wrong branch in between the nodes of the right one."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randperm(min(self.outputs, self.embeddings), generator=generator)[:6].tolist()
-        plain = self.model(input_ids=torch.tensor([ids[:4]], device=self.device)).logits[0].float()
+        plain = self.model(input_ids=torch.tensor([ids[:4]], device=self.device), use_cache=False).logits[0].float()
         cache = TreeCache()
         prefix = self._run(cache, ids[:2], [0, 1], torch.ones(2, 2, dtype=torch.bool).tril(), style)
         if cache.rows != 2 or len(cache) == 0:

@@ -18,10 +18,10 @@ class Segment(SuffixAutomaton):
 
 
 class Corpus:
-    """A bounded collection of outputs, searchable by context. Safe to share between threads: hold `lock` while reading.
+    """A bounded collection of outputs, searchable by context. Shared between threads: hold `lock` while reading.
 
-    Outputs are kept in segments. When there are too many, the one that was least recently of use to a drafter is forgotten, which
-    takes no time; the price is that a query consults each segment.
+    Outputs are kept in segments. When there are too many, the one that was least recently of use to a drafter is
+    forgotten, which takes no time; the price is that a query consults each segment.
 
     :param capacity: tokens kept at most, over all segments (about 150 bytes each)
     :param segments: in how many parts they are kept and forgotten

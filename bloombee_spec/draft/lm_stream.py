@@ -51,10 +51,11 @@ class TreeNode:
 class LMStream:
     """Committed tokens and the candidates that were run after them. No token is run twice while it stays possible.
 
-    Invariant: rows `0 .. computed - 1` of the cache are the first `computed` committed tokens, the rows behind them belong to
-    descendants of `root`, and there are none of those before every committed token was run.
+    Invariant: rows `0 .. computed - 1` of the cache are the first `computed` committed tokens, the rows behind them
+    belong to descendants of `root`, and there are none of those before every committed token was run.
 
-    :param rank: turns logits `[nodes, outputs]` and the positions of the tokens that they predict into guesses, best first
+    :param rank: turns logits `[nodes, outputs]` and the positions of the tokens that they predict into guesses, best
+        first
     """
 
     def __init__(self, model: TreeModel, rank: Rank) -> None:
@@ -82,7 +83,7 @@ class LMStream:
         self.drop_tree()
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Commit tokens: rows of candidates that they confirm join the prefix, those that they contradict are dropped."""
+        """Commit tokens: rows of candidates that they confirm join the prefix, those they contradict are dropped."""
         if not tokens:
             return
         accepted: list[TreeNode] = []
@@ -106,16 +107,19 @@ class LMStream:
         for row, node in enumerate(survivors, self.computed):
             node.row = row
 
-    def drop_tree(self) -> None:
-        """Forget all candidates and the guesses at the root."""
-        self.root = TreeNode(self.tokens[-1] if self.tokens else -1, len(self.tokens) - 1, None)
+    def drop_tree(self, keep_guesses: bool = False) -> None:
+        """Forget all candidates and, unless they are to be kept, the guesses at the root."""
+        guesses = self.root.guesses if keep_guesses else None
+        self.root = TreeNode(self.tokens[-1] if self.tokens else -1, len(self.tokens) - 1, None, guesses=guesses)
         self._cache.keep(self.computed, [])
 
     def catch_up(self, interrupted: Callable[[], bool]) -> bool:
         """Run the committed tokens that were not run yet; false if interrupted, to be continued at the next call."""
         if self.root.guesses is not None:
             return True
-        if self.computed == len(self.tokens):  # cropped: the guesses at the root come from its own row, so run it again
+        if self.computed == len(
+            self.tokens
+        ):  # cropped: the guesses at the root come from its own row, so run it again
             self.computed -= 1
             self._cache.keep(self.computed, [])
         logits = torch.empty(0)

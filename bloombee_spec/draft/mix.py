@@ -14,7 +14,8 @@ from bloombee_spec.draft.base import Drafter, Proposal, never
 class MixConfig:
     """How a mixture weighs its drafters.
 
-    :param enough: later drafters are not asked when the tree is full and its least likely chain is at least this likely
+    :param enough: later drafters are not asked when the tree is full and its least likely chain is at least this
+        likely
     :param memory: outcomes that a calibration remembers
     :param prior: how many certain proposals that came true a fresh calibration is worth
     :param depths: calibrations are kept apart for depths 1 .. `depths`; deeper proposals share the last one
@@ -49,7 +50,7 @@ class Calibration:
 
 @dataclass
 class Credit:
-    """What one drafter of a mixture contributed: proposals that were put to the test, and those that were committed."""
+    """What one drafter of a mixture contributed: proposals put to the test, and how many of them were committed."""
 
     name: str
     tested: int = 0
@@ -67,16 +68,22 @@ class _Node:
         return self.children.setdefault(token, _Node())
 
     def absorb(self, other: _Node) -> int:
-        """Take over another node's subtree, its opinions replacing older ones; returns the number of nodes visited."""
-        self.opinions.update(other.opinions)
-        return 1 + sum(self.child(token).absorb(child) for token, child in other.children.items())
+        """Take over another node's subtree, its opinions replacing older ones; returns how many nodes were visited."""
+        visited, pairs = 0, [(self, other)]
+        while pairs:
+            mine, theirs = pairs.pop()
+            mine.opinions.update(theirs.opinions)
+            pairs += [(mine.child(token), child) for token, child in theirs.children.items()]
+            visited += 1
+        return visited
 
 
 class MixedDrafter(Drafter):
     """Merges the proposals of several drafters, cheapest first.
 
-    A token that several propose below the same parent is one candidate, as likely as the best calibrated of them says. What a
-    drafter learns about itself comes from committed tokens only: for each proposal whose parent was committed, whether it was, too.
+    A token that several propose below the same parent is one candidate, as likely as the best calibrated of them says.
+    What a drafter learns about itself comes from committed tokens only: for each proposal whose parent was committed,
+    whether it was, too.
 
     :param drafters: from the cheapest to the most expensive
     """
@@ -159,9 +166,7 @@ class MixedDrafter(Drafter):
             proposals.append(proposal)
 
     def _likelihood(self, node: _Node) -> float:
-        return max(
-            self._calibration(number, depth).corrected(prob) for number, (prob, depth) in node.opinions.items()
-        )
+        return max(self._calibration(number, depth).corrected(prob) for number, (prob, depth) in node.opinions.items())
 
     def _calibration(self, number: int, depth: int) -> Calibration:
         return self._calibrations[number][min(depth, self.config.depths) - 1]

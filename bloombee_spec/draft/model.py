@@ -1,16 +1,15 @@
 """A small causal language model as a drafter: grows the likeliest tree, one batched layer of it at a time.
 
-Best-first growth by cumulative log-probability with a decay per level follows SpecExec (Svirschevski et al., NeurIPS 2024).
+Best-first growth by cumulative log-probability with a decay per level follows SpecExec (Svirschevski et al., NeurIPS
+2024).
 """
 
 from __future__ import annotations
 
 import heapq
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
 from os import PathLike
 from typing import Any
 
@@ -20,8 +19,6 @@ from bloombee_spec.draft.base import Drafter, Proposal, never
 from bloombee_spec.draft.causal_lm import TreeModel
 from bloombee_spec.draft.lm_stream import Guess, LMStream, TreeNode
 from bloombee_spec.draft.vocabulary import check_same_vocabulary
-
-logger = logging.getLogger(__name__)
 
 NoiseSource = Callable[[int], torch.Tensor]
 
@@ -34,7 +31,8 @@ class ModelDraftConfig:
     :param batch: nodes that are run at once, at most
     :param decay: each level counts as this factor less likely, which prefers width a little where depth is uncertain
     :param min_prob: chains of proposals that are less likely than this are not proposed
-    :param sharpness: with shared noise, proposal i is expected to win with a chance proportional to `(q_i / E_i) ** sharpness`
+    :param sharpness: with shared noise, proposal i is expected to win with a chance proportional to `(q_i / E_i) **
+        sharpness`
     :param max_rows: candidates whose KV is kept between calls, at most
     """
 
@@ -58,9 +56,9 @@ class _Candidate:
 
     cost: float
     age: int
-    parent: _Candidate | None
-    below: TreeNode  # the node that the guess was made at
-    guess: Guess
+    above: _Candidate | None
+    node: TreeNode
+    prob: float
     depth: int
     chain_prob: float
     expanded: bool = False
@@ -74,7 +72,8 @@ class ModelDrafter(Drafter):
 
     :param model: the model, the directory or hub name to load it from, or a `TreeModel` that other drafters use too
     :param vocab_size: rows of the target's LM head, by default the drafter's; ids beyond it are never proposed
-    :param tokenizer: the target's; compared with `draft_tokenizer`, which is loaded with the model if that is given by name
+    :param tokenizer: the target's; compared with `draft_tokenizer`, which is loaded with the model if that is given by
+        name
     :raises ValueError: the vocabularies differ, or the model cannot be run on trees
     """
 
@@ -107,9 +106,11 @@ class ModelDrafter(Drafter):
     def couple(self, noise: NoiseSource | None, temperature: float) -> None:
         """Draw as the target draws, so that both draw the same token wherever they nearly agree.
 
-        The target commits `argmin E / p`, p at the temperature; the best proposals are the smallest `E / q` for the same noise.
+        The target commits `argmin E / p`, p at the temperature; the best proposals are the smallest `E / q` for the
+        same noise.
 
-        :param noise: position of a token in the sequence (the first one is 0) -> Exp(1) noise `[vocab]` for it, the same at each call
+        :param noise: position of a token in the sequence (the first one is 0) -> Exp(1) noise `[vocab]` for it, the
+            same at each call
         :param temperature: the target's, 0 for greedy
         """
         if temperature < 0 or (noise is not None and temperature == 0):
@@ -135,10 +136,7 @@ class ModelDrafter(Drafter):
         if not stream.catch_up(interrupted):
             return []
         if stream.tree_rows > self.config.max_rows:
-            keep_guesses, position = stream.root.guesses, stream.root.position
-            stream.drop_tree()
-            assert stream.root.position == position
-            stream.root.guesses = keep_guesses
+            stream.drop_tree(keep_guesses=True)
         anchor, missing = stream.root, []
         for token in path:
             anchor = anchor.child(int(token))
@@ -148,15 +146,20 @@ class ModelDrafter(Drafter):
             if interrupted():
                 return []
             stream.run(missing)
-        return _ordered(self._grow(anchor, budget, max_depth, interrupted))
+        return _as_proposals(self._grow(anchor, budget, max_depth, interrupted))
+
+    def _readable(self, path: Sequence[int]) -> bool:
+        """Whether the model can run what is committed and the path: short enough, and all ids known to it."""
+        length = len(self._stream.tokens) + len(path)
+        unread = self._stream.tokens[self._stream.computed :]
+        return length <= self.model.context and all(0 <= token < self.model.embeddings for token in (*unread, *path))
 
     def _grow(
         self, anchor: TreeNode, budget: int, max_depth: int, interrupted: Callable[[], bool]
     ) -> list[_Candidate]:
-        """The likeliest `budget` candidates: runs every one of them whose children could be among them, best ones first."""
-        ages = count()
+        """The likeliest `budget` candidates. All those whose children could be among them are run, best ones first."""
         pool: list[_Candidate] = []
-        self._expand(pool, None, anchor, ages)
+        self._expand(pool, anchor, None)
         while True:
             best = heapq.nsmallest(budget, pool, key=_Candidate.order)
             worst = best[-1].cost if len(best) == budget else math.inf
@@ -166,13 +169,63 @@ class ModelDrafter(Drafter):
                 if not candidate.expanded
                 and candidate.depth < max_depth
                 and candidate.cost - math.log(self.config.decay) < worst
-                and candidate.below.position + 1 < self.model.context
+                and candidate.node.position < self.model.context
             ]
-            nodes = [candidate.below.child(candidate.guess.token) for candidate in promising]
-            missing = [node for node in nodes if node.row < 0][: self.config.batch]
-            if missing and len(missing) == len(nodes[: len(missing)]):
-                pass
-            return best
+            batch = [candidate for candidate in promising if candidate.node.row >= 0]
+            if not batch:
+                if not promising or interrupted():
+                    return best
+                batch = promising[: self.config.batch]
+                self._stream.run([candidate.node for candidate in batch])
+            for candidate in batch:
+                self._expand(pool, candidate.node, candidate)
+
+    def _expand(self, pool: list[_Candidate], node: TreeNode, above: _Candidate | None) -> None:
+        depth, cost, chain_prob = 0, 0.0, 1.0
+        if above is not None:
+            above.expanded = True
+            depth, cost, chain_prob = above.depth, above.cost, above.chain_prob
+        for guess in node.guesses or ():
+            if chain_prob * guess.prob < self.config.min_prob:
+                break
+            further = cost - math.log(guess.prob) - math.log(self.config.decay)
+            child = node.child(guess.token)
+            pool.append(_Candidate(further, len(pool), above, child, guess.prob, depth + 1, chain_prob * guess.prob))
 
     def _rank(self, logits: torch.Tensor, positions: Sequence[int]) -> list[tuple[Guess, ...]]:
-        return []
+        scores = logits[:, : self._usable]
+        if self._temperature > 0:
+            scores = scores / self._temperature
+        probs = torch.softmax(scores, dim=-1)
+        if self._noise is not None:
+            noise = torch.stack([self._noise(position).float() for position in positions]).to(scores.device)
+            if noise.shape[1] < scores.shape[1]:
+                raise ValueError(
+                    f"noise for {noise.shape[1]} token ids, but the drafter proposes up to {scores.shape[1]}"
+                )
+            noise = noise[:, : self._usable].clamp_min(torch.finfo(torch.float32).tiny)
+            races = torch.log_softmax(scores, dim=-1) - noise.log()
+            probs = torch.softmax(races * self.config.sharpness, dim=-1)
+        top = probs.topk(min(self.config.siblings, probs.shape[1]))
+        return [
+            tuple(Guess(token, prob) for token, prob in zip(tokens, values))
+            for tokens, values in zip(top.indices.tolist(), top.values.tolist())
+        ]
+
+
+def _as_proposals(candidates: Sequence[_Candidate]) -> list[Proposal]:
+    """Parents come before their children, since a child costs more."""
+    index = {id(candidate): i for i, candidate in enumerate(candidates)}
+    return [
+        Proposal(-1 if each.above is None else index[id(each.above)], each.node.token, min(each.prob, 1.0))
+        for each in candidates
+    ]
+
+
+def _load(source: str | PathLike[str], tokenizer: Any | None, draft_tokenizer: Any | None) -> tuple[Any, Any | None]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(source)
+    if tokenizer is not None and draft_tokenizer is None:
+        draft_tokenizer = AutoTokenizer.from_pretrained(source)
+    return model, draft_tokenizer

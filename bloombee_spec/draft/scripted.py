@@ -1,7 +1,8 @@
 """A drafter that knows the answer, for tests and benchmarks of everything but drafting.
 
-It is handed the very text that the target is going to produce and errs on purpose, at a chosen rate. A figure that was measured
-with it says how the rest of the system behaves at that acceptance, and nothing about drafting: its name says so, "scripted(h=0.9)".
+It is handed the very text that the target is going to produce and errs on purpose, at a chosen rate. A figure that was
+measured with it says how the rest of the system behaves at that acceptance, and nothing about drafting: its name says
+so, "scripted(h=0.9)".
 """
 
 from __future__ import annotations
@@ -58,10 +59,11 @@ class Script:
 
 
 class ScriptedDrafter(Drafter):
-    """Replays `text`, in absolute positions, with errors that depend on (seed, position) only: never on timing, path or history.
+    """Replays `text`, in absolute positions, with errors that depend on (seed, position) only: never on timing, path
+    or history.
 
-    After an error at a position, proposals below it are wrong too; asked again from the committed text, it goes on rightly. The
-    shape of its trees does not depend on where the errors are, since a real drafter does not know either.
+    After an error at a position, proposals below it are wrong too; asked again from the committed text, it goes on
+    rightly. The shape of its trees does not depend on where the errors are, since a real drafter does not know either.
 
     :param text: prompt and the target's continuation, token ids
     :param vocab_size: wrong tokens are drawn from `0 .. vocab_size - 1`
@@ -69,7 +71,9 @@ class ScriptedDrafter(Drafter):
 
     def __init__(self, text: Sequence[int], vocab_size: int, script: Script) -> None:
         if vocab_size < len(script.siblings) + 2:
-            raise ValueError(f"a vocabulary of {vocab_size} is too small for {1 + len(script.siblings)} wrong proposals")
+            raise ValueError(
+                f"a vocabulary of {vocab_size} is too small for {1 + len(script.siblings)} wrong proposals"
+            )
         self.script = script
         self.name = f"scripted(h={script.acceptance:g})"
         if script.hostility is not Hostility.NONE:
@@ -100,7 +104,9 @@ class ScriptedDrafter(Drafter):
         right = self._follows(path)
         proposals: list[Proposal] = []
         on_text = {-1: right}  # proposal -> the chain down to it is the target's own
-        kept = {-1: -1}  # number in the shape -> number in the proposals, without the layers that there was no time for
+        kept = {
+            -1: -1
+        }  # number in the shape -> number in the proposals, without the layers that there was no time for
         for number, (parent, rank, depth) in enumerate(shape):
             if depth > layers:
                 continue
@@ -112,7 +118,7 @@ class ScriptedDrafter(Drafter):
         return proposals
 
     def right_rank(self, position: int) -> int:
-        """Which proposal for this position is the target's own token: 0 the first, 1 its first sibling, ..., -1 none."""
+        """Which proposal for this position is the target's own token: 0 the first, 1 its first sibling, -1 none."""
         drawn = self._hash(position, 0) / (_MASK + 1)
         for rank, chance in enumerate(self.script.chances):
             drawn -= chance
@@ -144,7 +150,7 @@ class ScriptedDrafter(Drafter):
         return layers
 
     def _follows(self, path: Sequence[int]) -> bool:
-        """Whether committed text and path are the beginning of the script. Only the path needs to be checked each time."""
+        """Whether the path is what the script says for its positions."""
         position = len(self._committed)
         return self._text[position : position + len(path)] == list(path)
 

@@ -1,8 +1,8 @@
-"""Suffix decoding: propose what followed the present context earlier in this stream or in past outputs of this process.
+"""Suffix decoding: propose what followed the present context earlier, in this stream or in past outputs.
 
-Costs no model and no more than a millisecond. Occurrence counts choose the tree, and a match of m tokens is trusted for about
-alpha * m more, as in SuffixDecoding (Oliaro et al., NeurIPS 2025). Counts of shorter contexts are blended in, as in prediction
-by partial matching (Cleary and Witten, 1984), so that a wide tree also holds the second guesses.
+Costs no model and no more than a millisecond. Occurrence counts choose the tree, and a match of m tokens is trusted
+for about alpha * m more, as in SuffixDecoding (Oliaro et al., NeurIPS 2025). Counts of shorter contexts are blended
+in, as in prediction by partial matching (Cleary and Witten, 1984), so that a wide tree also holds the second guesses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class SuffixConfig:
 
 
 Cursor = tuple[SuffixAutomaton, int, int]  # index, state, length of the context that matches there
-Candidate = tuple[float, int, Proposal, int, list[Cursor]]  # -chain probability, age, proposal, depth, parent's cursors
+Candidate = tuple[
+    float, int, Proposal, int, list[Cursor]
+]  # -chain probability, age, proposal, depth, parent's cursors
 
 shared_corpus = Corpus()
 
@@ -55,7 +57,8 @@ shared_corpus = Corpus()
 class SuffixDrafter(Drafter):
     """Drafts from the stream's own text (prompt and output) and from past outputs.
 
-    :param corpus: where outputs are remembered when a stream ends, by default one corpus for the process; None for none
+    :param corpus: where outputs are remembered when a stream ends, by default one corpus for the process; None for
+        none
     """
 
     name = "suffix"
@@ -64,8 +67,12 @@ class SuffixDrafter(Drafter):
         self.config = config or SuffixConfig()
         self.corpus = corpus
         if corpus is not None and corpus.max_context < self.config.max_match:
-            raise ValueError(f"max_match is {self.config.max_match}, but the corpus only counts {corpus.max_context} tokens")
-        self._forget()
+            raise ValueError(
+                f"max_match is {self.config.max_match}, but the corpus only counts {corpus.max_context} tokens"
+            )
+        self._tokens: list[int] = []
+        self._prompt_length = 0
+        self._index = SuffixAutomaton(self.config.max_match)
 
     def fork(self) -> SuffixDrafter:
         """A drafter for another stream with the same corpus."""
@@ -88,7 +95,8 @@ class SuffixDrafter(Drafter):
     def close(self) -> None:
         if self.corpus is not None:
             self.corpus.add(self._tokens[self._prompt_length :])
-        self._forget()
+        self._tokens, self._prompt_length = [], 0
+        self._index = SuffixAutomaton(self.config.max_match)
 
     def propose(
         self, path: Sequence[int], budget: int, *, max_depth: int = 64, interrupted: Callable[[], bool] = never
@@ -101,11 +109,6 @@ class SuffixDrafter(Drafter):
             cursors = [_cursor(index, context) for index in (self._index, *reversed(self.corpus.segments))]
             self._touch_best(cursors)
             return self._grow(cursors, budget, max_depth, interrupted)
-
-    def _forget(self) -> None:
-        self._tokens: list[int] = []
-        self._prompt_length = 0
-        self._index = SuffixAutomaton(self.config.max_match)
 
     def _touch_best(self, cursors: list[Cursor]) -> None:
         """A segment is of use when it knows a longer context than the stream's own text does."""
@@ -139,9 +142,10 @@ class SuffixDrafter(Drafter):
     def _continuations(self, cursors: list[Cursor], depth: int, floor: float) -> list[tuple[int, float]]:
         """(token, probability) of what may follow, likeliest first.
 
-        Contexts are consulted from the longest to the shortest, this stream's before others' of the same length. A context that
-        was followed n times leaves `d / (n + d)` of the probability to those after it, d being its doubt. Between equally likely
-        tokens the one from the longer context comes first, then the one that followed it more recently.
+        Contexts are consulted from the longest to the shortest, this stream's before others' of the same length. A
+        context that was followed n times leaves `d / (n + d)` of the probability to those after it, d being its doubt.
+        Between equally likely tokens the one from the longer context comes first, then the one that followed it more
+        recently.
 
         :param depth: how many of the context's last tokens were drafted by this very proposal
         :param floor: less probability than this is not worth another context

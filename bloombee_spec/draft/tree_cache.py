@@ -1,4 +1,4 @@
-"""The KV rows of a drafter: a contiguous committed prefix, then the rows of candidates in the order of their computation."""
+"""The KV rows of a drafter: a contiguous committed prefix, then candidates in the order of their computation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from transformers.cache_utils import Cache
 class TreeCache(Cache):  # type: ignore[misc]
     """Writes new rows behind the old ones in place, and drops any of them without recomputing the rest.
 
-    Implements what attention layers ask of a cache in transformers 4.37 to 5.x; `transformers.DynamicCache` copies the whole past
-    at each step, and how it is cropped depends on the version. One batch row. Layers may differ in shape.
+    Implements what attention layers ask of a cache in transformers 4.37 to 5.x; `transformers.DynamicCache` copies the
+    whole past at each step, and how it is cropped depends on the version. One batch row. Layers may differ in shape.
     """
 
-    def __init__(self) -> None:  # the parent's constructor takes other arguments in each version, and none that are needed
+    def __init__(
+        self,
+    ) -> None:  # the parent's constructor takes other arguments in each version, and none that are needed
         self.rows = 0  # rows that are kept; the ones of a forward in progress lie behind them
         self.layers: list[Any] = []  # transformers 5 looks at it
         self._keys: list[torch.Tensor] = []  # per layer [1, kv_heads, capacity, head_dim]
@@ -42,6 +44,7 @@ class TreeCache(Cache):  # type: ignore[misc]
         """Keep the rows that the last forward appended."""
         self.rows += new
 
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
     def keep(self, prefix: int, rows: Sequence[int]) -> None:
         """Drop all but the first `prefix` rows and the given ones, which follow the prefix in the given order."""
         if not 0 <= prefix <= self.rows or not all(prefix <= row < self.rows for row in rows):

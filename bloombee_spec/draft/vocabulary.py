@@ -23,7 +23,8 @@ def check_same_vocabulary(
 ) -> int:
     """How many ids both models know, given that these ids mean the same to both.
 
-    Equal sizes prove nothing, and different ones may be nothing but padding, so that tokenizers are compared by what they do.
+    Equal sizes prove nothing, and different ones may be nothing but padding, so that tokenizers are compared by what
+    they do.
 
     :param target_tokenizer: tokenizers are Hugging Face ones; without both of them the sizes must be equal
     :param target_size: rows of the target's LM head
@@ -34,22 +35,22 @@ def check_same_vocabulary(
     if target_tokenizer is None or draft_tokenizer is None:
         if target_size != draft_size:
             raise ValueError(
-                f"the target has {target_size} token ids and the drafter {draft_size}; pass both tokenizers to show that the "
-                "difference is only padding"
+                f"the target has {target_size} token ids and the drafter {draft_size}; pass both tokenizers to show "
+                "that the difference is only padding"
             )
         return target_size
     for probe in PROBES:
         target_ids, draft_ids = _encode(target_tokenizer, probe), _encode(draft_tokenizer, probe)
         if target_ids != draft_ids:
             raise ValueError(
-                f"the drafter's tokenizer differs from the target's: {probe!r} is {draft_ids} instead of {target_ids}; "
-                "choose a drafter of the target's family"
+                f"the tokenizer of the drafter is not the target's: {probe!r} is {draft_ids} instead of {target_ids}, "
+                "so choose a drafter of the target's family"
             )
     known = len(target_tokenizer)
     if min(target_size, draft_size) < min(known, len(draft_tokenizer)):
         raise ValueError(
-            f"the tokenizers know {known} and {len(draft_tokenizer)} token ids, but the target has {target_size} rows and the "
-            f"drafter {draft_size}"
+            f"the tokenizers know {known} and {len(draft_tokenizer)} token ids, but the target has {target_size} rows "
+            f"and the drafter {draft_size}"
         )
     return min(target_size, draft_size)
 

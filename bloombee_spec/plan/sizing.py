@@ -24,7 +24,7 @@ from bloombee_spec.plan.throughput import (
 )
 from bloombee_spec.plan.trees import best_first
 
-TIE = 0.005  # plans this close in speed are equal: the one with fewer rows in flight wins
+TIE = 0.01  # plans this close in speed are equal: the one with fewer rows in flight wins
 HEDGED_POSITIONS = 8  # positions nearest to the root for which answers are drafted ahead
 STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 WIDTHS = tuple(2**i for i in range(11))

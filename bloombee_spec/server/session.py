@@ -165,7 +165,7 @@ class StageSession:
         frames: list[Frame] = []
         with self.lock:
             nodes = tuple([lane.forwarded_spec(row) for row in rows[n_prefix:]])
-            seq, epoch = lane.answered, lane.epoch
+            seq = lane.answered
             counters = lane.take_counters() if nodes or prefix is None or batch.seq > prefix.seq else None
         if prefix is not None:
             first = (n_prefix - 1 if prefix.last else n_prefix) if to_client else 0
@@ -178,7 +178,7 @@ class StageSession:
             )  # fmt: skip
         if counters is not None:
             data = self.codec.encode(hidden[n_prefix:]) if nodes else b""
-            frames.append(NodesFrame(index, epoch, seq, nodes, *counters, len(nodes), data))
+            frames.append(NodesFrame(index, batch.epoch, seq, nodes, *counters, len(nodes), data))
         self._post(frames, [])
 
     def emit_commits(self, index: int, done: Committed) -> None:

@@ -86,13 +86,14 @@ class SimStage:
         self._blocks_left = 0
         self._batch_from = 0.0
         self._run = 0
+        self._forward_s: dict[int, float] = {}
         self.injected = 0
         self.computed = 0.0  # rows, those of a forward that was cut short in proportion
         self.busy_s = 0.0
 
     def arrive(self, specs: list[NodeSpec]) -> None:
         for spec in specs:
-            if -spec.parent > self.tree.length or (self._early and spec.parent in {early.id for early in self._early}):
+            if -spec.parent > self.tree.length or (self._early and any(spec.parent == early.id for early in self._early)):
                 self._early.append(spec)  # names a committed token that this stage has not been told of yet
             else:
                 self._insert(spec)
@@ -151,7 +152,10 @@ class SimStage:
         self._schedule(self._stage.blocks)
 
     def _schedule(self, blocks: int) -> None:
-        self._block_s = self._stage.time(len(self._batch)) / self._stage.blocks
+        rows = len(self._batch)
+        if rows not in self._forward_s:
+            self._forward_s[rows] = self._stage.time(rows)
+        self._block_s = self._forward_s[rows] / self._stage.blocks
         self._blocks_left, self._batch_from = blocks, self._clock.now
         self._run += 1
         self._clock.after(blocks * self._block_s, self._finish, self._run)
