@@ -155,13 +155,21 @@ def make_toy_falcon(
 
 
 def make_toy_bloom(path: Path | str, *, num_layers: int = 4, vocab_size: int = 211, seed: int = 0) -> Path:
-    """A BLOOM checkpoint (ALiBi, biases everywhere, tied embeddings behind a norm)."""
+    """A BLOOM checkpoint (ALiBi, biases everywhere, tied embeddings behind a norm).
+
+    Parameters are named as in the published checkpoints, without the prefix "transformer.": the hosts look for those.
+    """
     from transformers import BloomConfig, BloomForCausalLM
 
     config = BloomConfig(
         hidden_size=96, n_head=6, n_layer=num_layers, vocab_size=vocab_size, seq_length=2048, **_special_ids(None)
     )
-    return _save(BloomForCausalLM, config, path, seed)
+    model = BloomForCausalLM(config).float()
+    initialise(model, seed)
+    model.transformer.save_pretrained(str(path), safe_serialization=True)
+    model.config.architectures = ["BloomForCausalLM"]
+    model.config.save_pretrained(str(path))
+    return Path(path)
 
 
 def _special_ids(eos_token_id: int | None) -> dict[str, int | None]:

@@ -33,6 +33,7 @@ class Row:
     node: Node | None
     hidden: torch.Tensor | None = None  # [hidden]; None when this stage embeds the token
     started: bool = False
+    computed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,19 @@ class _Answer:
     """End of a client frame in the queue: once everything before it left, `seq` is answered."""
 
     seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingNode:
+    epoch: int
+    spec: NodeSpec
+    hidden: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingPrefix:
+    frame: PrefixFrame
+    hidden: torch.Tensor | None
 
 
 @dataclass(eq=False, slots=True)
@@ -78,13 +92,16 @@ class Lane:
         self._after_prefix = False  # the last committed token was generated, not given
         self.rule_epoch = -1  # epoch for which the client has sent the generation rule
         self.scheduled = 0  # prefix rows that are computed, queued or running: always a contiguous range from 0
+        self.filled = 0  # prefix rows that are computed: always a contiguous range from 0
         self.computed = self.dropped = 0  # since the last frame that left
         self.answered = 0
         self.total_computed = self.total_dropped = 0
         self._rows: dict[int, Row] = {}  # live node id -> its row
         self._queue: deque[Row | _Answer | tuple[PrefixFrame, list[Row]]] = deque()
-        self._waiting: deque[tuple[NodeSpec, torch.Tensor | None] | _Answer] = deque()  # no free column yet
+        # In order of arrival: what has no free column yet, or builds upon commits that are still on their way.
+        self._waiting: deque[_WaitingNode | _WaitingPrefix | _Answer] = deque()
         self._waiting_nodes = 0
+        self._waiting_rewind: RewindFrame | None = None
         self._moves: list[tuple[int, int]] = []
         self._forwarded: OrderedDict[int, int] = OrderedDict()  # position -> id under which its row left this stage
         self._renamed: OrderedDict[int, int] = OrderedDict()  # id of a duplicate canonical node -> the id that was forwarded
@@ -93,41 +110,21 @@ class Lane:
 
     def accept_prefix(self, frame: PrefixFrame, hidden: torch.Tensor | None) -> None:
         """:param hidden: `[len(tokens), hidden]`, None when this stage embeds"""
-        self._enter_epoch(frame.epoch)
-        if frame.epoch < self.epoch:
-            self._answer(frame.seq, len(frame.tokens))
-            return
-        end = frame.start + len(frame.tokens)
-        if frame.start > self.scheduled:
-            raise FrameError(f"prefix starts at {frame.start}, but only {self.scheduled} rows are here")
-        if end > self.max_length or frame.limit > self.max_length:
+        if frame.start + len(frame.tokens) > self.max_length or frame.limit > self.max_length:
+            end = frame.start + len(frame.tokens)
             raise FrameError(f"prefix ends at {end}, limit {frame.limit}: the session holds {self.max_length} tokens")
-        self._truncate(frame.start)
-        rows = []
-        for i, token in enumerate(frame.tokens):
-            position = frame.start + i
-            self.tree.commit(token)
-            name = committed_ref(position)
-            row_hidden = None if hidden is None else hidden[i]
-            column = self.arena.size + position
-            rows.append(Row(name, committed_ref(position - 1), token, position, frame.epoch, column, None, row_hidden))
-        self.scheduled = end
-        self.limit = frame.limit
-        self._queue.append((frame, rows))
+        self._waiting.append(_WaitingPrefix(frame, hidden))
+        self._admit()
 
     def accept_nodes(self, frame: NodesFrame, hidden: torch.Tensor | None) -> None:
         """:param hidden: `[len(nodes), hidden]`, None when this stage embeds"""
         self.computed += frame.computed
         self.dropped += frame.dropped
-        if frame.epoch > self.epoch:
-            raise FrameError(f"candidates of epoch {frame.epoch} before its prefix (epoch {self.epoch})")
-        if frame.epoch < self.epoch:
-            self._answer(frame.seq, len(frame.nodes))
-            return
-        if self._waiting_nodes + len(frame.nodes) > self.arena.size * 2:
+        # An arena of rows that passed, as many that wait for their commits, one correction, one canonical row.
+        if self._waiting_nodes + len(frame.nodes) > 2 * self.arena.size + 2:
             raise FrameError(f"{self._waiting_nodes + len(frame.nodes)} candidates wait: more than the credits allow")
         for i, spec in enumerate(frame.nodes):
-            self._waiting.append((spec, None if hidden is None else hidden[i]))
+            self._waiting.append(_WaitingNode(frame.epoch, spec, None if hidden is None else hidden[i]))
         self._waiting_nodes += len(frame.nodes)
         self._waiting.append(_Answer(frame.seq))
         self._admit()
@@ -139,16 +136,24 @@ class Lane:
         if frame.epoch > self.epoch or frame.position > self.tree.length:
             raise FrameError(f"commit at {frame.position}, but only {self.tree.length} tokens are committed")
         commits = [self._commit(token) for token in frame.tokens[self.tree.length - frame.position :]]
+        if self._waiting_rewind is not None:
+            self.accept_rewind(self._waiting_rewind)
         self._admit()
         return commits
 
     def accept_rewind(self, frame: RewindFrame) -> None:
+        """The client has seen all commits up to `frame.position`, so those that are not here yet are on their way: wait for them."""
         if frame.epoch <= self.epoch:
-            return
-        if frame.position > self.tree.length:
-            raise FrameError(f"rewind to {frame.position}, but only {self.tree.length} tokens are committed")
-        self._enter_epoch(frame.epoch)
-        self._truncate(min(frame.position, self.tree.length))
+            self._waiting_rewind = None
+        elif frame.position > self.max_length:
+            raise FrameError(f"rewind to {frame.position}: the session holds {self.max_length} tokens")
+        elif frame.position > self.tree.length:
+            self._waiting_rewind = frame
+        else:
+            self._waiting_rewind = None
+            self._enter_epoch(frame.epoch)
+            self._truncate(frame.position)
+            self._admit()
 
     def set_rule(self, epoch: int, stop_tokens: Sequence[int]) -> None:
         self.rule_epoch, self.stop_tokens = epoch, frozenset(stop_tokens)
@@ -229,8 +234,10 @@ class Lane:
         if batch.prefix is not None and batch.prefix.last and batch.prefix.epoch == self.epoch:
             self.prefix_complete = True
         for row in live:
+            row.computed = True
             if row.node is None:
                 self._remember(self._forwarded, row.position, row.id)
+                self.filled = max(self.filled, row.position + 1)
         return live
 
     def take_counters(self) -> tuple[int, int]:
@@ -255,8 +262,10 @@ class Lane:
             raise AssertionError(f"arena columns {sorted(self.arena.used)} are used, {sorted(held)} are accounted for")
         if set(self._rows) != set(self.tree.nodes):
             raise AssertionError("live nodes and rows differ")
-        if not self.tree.length - 1 <= self.scheduled <= self.tree.length:
-            raise AssertionError(f"{self.scheduled} prefix rows for {self.tree.length} committed tokens")
+        if not self.filled <= self.scheduled <= self.tree.length:
+            raise AssertionError(
+                f"{self.filled} rows computed, {self.scheduled} scheduled, {self.tree.length} tokens committed"
+            )
 
     # ---------------------------------------------------------------- inside
 
@@ -273,6 +282,8 @@ class Lane:
             row = self._rows.pop(commit.hit.id)
             target = self.arena.size + commit.position
             row.node = None
+            if row.computed:
+                self.filled = commit.position + 1
             if row.started:
                 self._moves.append((row.column, target))
             else:
@@ -291,16 +302,45 @@ class Lane:
         self.scheduled += 1
 
     def _admit(self) -> None:
-        """Insert waiting candidates in order, for as long as columns are free and their ancestors known."""
+        """Apply what waits, in order, for as long as columns are free and ancestors known."""
         while self._waiting:
             item = self._waiting[0]
             if isinstance(item, _Answer):
                 self._queue.append(item)
-            elif not self._insert(*item):
-                return
-            else:
+            elif isinstance(item, _WaitingPrefix):
+                if item.frame.epoch > self.epoch and item.frame.start > self.tree.length:
+                    return  # commits of the old epoch that the client has seen are still on their way
+                self._start_prefix(item.frame, item.hidden)
+            elif item.epoch < self.epoch:
                 self._waiting_nodes -= 1
+                self._drop(1)
+            elif item.epoch > self.epoch:
+                raise FrameError(f"candidates of epoch {item.epoch} before its prefix (epoch {self.epoch})")
+            elif self._insert(item.spec, item.hidden):
+                self._waiting_nodes -= 1
+            else:
+                return
             self._waiting.popleft()
+
+    def _start_prefix(self, frame: PrefixFrame, hidden: torch.Tensor | None) -> None:
+        self._enter_epoch(frame.epoch)
+        if frame.epoch < self.epoch:
+            self._answer(frame.seq, len(frame.tokens))
+            return
+        if frame.start > self.scheduled:
+            raise FrameError(f"prefix starts at {frame.start}, but only {self.scheduled} rows are here")
+        self._truncate(frame.start)
+        rows = []
+        for i, token in enumerate(frame.tokens):
+            position = frame.start + i
+            self.tree.commit(token)
+            name = committed_ref(position)
+            row_hidden = None if hidden is None else hidden[i]
+            column = self.arena.size + position
+            rows.append(Row(name, committed_ref(position - 1), token, position, frame.epoch, column, None, row_hidden))
+        self.scheduled = frame.start + len(frame.tokens)
+        self.limit = frame.limit
+        self._queue.append((frame, rows))
 
     def _insert(self, spec: NodeSpec, hidden: torch.Tensor | None) -> bool:
         if spec.id in self.tree.nodes:
@@ -352,22 +392,16 @@ class Lane:
             return
         self.epoch = epoch
         self._after_prefix = self.prefix_complete = False
-        # Rows below the last committed token passed through every stage; its own row may be lost with the old epoch.
-        self.scheduled = min(self.scheduled, max(self.tree.length - 1, 0))
+        self.scheduled = self.filled  # what was queued or running is lost with the old epoch
         self._forwarded.clear()
         self._renamed.clear()
-        waiting, self._waiting, self._waiting_nodes = self._waiting, deque(), 0
-        for item in waiting:
-            if isinstance(item, _Answer):
-                self._queue.append(item)
-            else:
-                self._drop(1)
 
     def _truncate(self, position: int) -> None:
         """Forget everything from `position` on, and every candidate."""
         for node in self.tree.rewind(min(position, self.tree.length)):
             self.arena.give(self._rows.pop(node.id).column)
         self.scheduled = min(self.scheduled, position)
+        self.filled = min(self.filled, position)
         kept = [(source, target) for source, target in self._moves if target < self.arena.size + position]
         for move in self._moves:
             if move not in kept:

@@ -1,4 +1,4 @@
-"""Keyed noise: the generator is Philox 4x64-10, addressed by (seed, row, position, token), and its numbers are Exp(1)."""
+"""Keyed noise: Philox 4x64-10, addressed by (seed, row, position, token), and turned into Exp(1)."""
 
 import math
 
@@ -33,7 +33,7 @@ KNOWN_ANSWERS = [
 
 
 def _philox4x64(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
-    """One block in plain Python integers, from the definition: ten rounds of two multiplications and a key schedule."""
+    """One block, in plain Python integers: ten rounds of two multiplications and a key schedule."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""The keyed rule: ties, invalid logits, bans, and independence of everything but (logits, prefix, seed, row, position)."""
+"""The keyed rule at one node: ties, invalid logits, bans, and what it looks at."""
 
 import math
 
@@ -6,149 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_targets import GREEDY, PROMPT, SAMPLING, STACKS, VOCAB, model
 
 from bloombee_spec.sampling.noise import NoiseCache, race_noise
 from bloombee_spec.sampling.processors import ProcessorStack, SamplingError
 from bloombee_spec.sampling.rule import KeyedRule, propose_keyed
 from bloombee_spec.sampling.spec import SamplingSpec
-from bloombee_spec.tree import NodeSpec, TokenTree, committed_ref
-
-VOCAB = 23
-PROMPT = [3, 1, 4]
-GREEDY = SamplingSpec(prompt_length=len(PROMPT))
-SAMPLING = SamplingSpec(prompt_length=len(PROMPT), do_sample=True, seed=42)
-STACKS = {
-    "greedy": GREEDY,
-    "greedy_penalties": SamplingSpec(
-        prompt_length=3, repetition_penalty=1.5, no_repeat_ngram_size=2, frequency_penalty=0.3
-    ),
-    "sampling": SAMPLING,
-    "cold": SamplingSpec(prompt_length=3, do_sample=True, seed=1, temperature=0.7, top_k=8, top_p=0.9),
-    "penalties": SamplingSpec(
-        prompt_length=3, do_sample=True, seed=9, repetition_penalty=1.3, presence_penalty=0.7, no_repeat_ngram_size=2
-    ),
-    "ends": SamplingSpec(
-        prompt_length=3, do_sample=True, seed=8, min_new_tokens=4, eos_token_ids=(0,), suppress_tokens=(7,), min_p=0.02
-    ),
-}
-
-
-def _model(ids: list[int]) -> torch.Tensor:
-    """A synthetic target: logits `[vocab]` that depend on the last three tokens."""
-    key = 0
-    for token in ids[-3:]:
-        key = key * VOCAB + token + 1
-    return 2.0 * torch.randn(VOCAB, generator=torch.Generator().manual_seed(key))
-
-
-def _plain(spec: SamplingSpec, length: int, row: int = 0) -> list[int]:
-    """The reference: one token at a time, no draft."""
-    rule, ids = KeyedRule(spec, VOCAB, row=row), list(PROMPT)
-    while len(ids) < len(PROMPT) + length:
-        ids.append(rule.choose(_model(ids), ids, len(ids)))
-    return ids
-
-
-def _speculative(spec: SamplingSpec, length: int, draft, row: int = 0) -> tuple[list[int], int]:
-    """A tree per lap, all its nodes chosen in one batch, walked by matching. Returns the ids and the number of laps.
-
-    :param draft: `(ids, noise) -> [(parent, token)]`, parents by index in the list or -1, for the tree below `ids`
-    """
-    rule = KeyedRule(spec, VOCAB, row=row)
-    noise = NoiseCache(spec.seed, row, VOCAB)
-    tree, next_id, laps = TokenTree(PROMPT), 0, 0
-    while tree.length < len(PROMPT) + length:
-        proposals = draft(tree.committed, noise)
-        specs = [
-            NodeSpec(next_id + i, committed_ref(tree.length - 1) if parent < 0 else next_id + parent, token)
-            for i, (parent, token) in enumerate(proposals)
-        ]
-        next_id += len(specs)
-        tree.extend(specs)
-        nodes = tree.live()
-        paths = [tree.committed + [ancestor.token for ancestor in node.path()] for node in nodes]
-        prefixes = [tree.committed[:], *paths]
-        logits = torch.stack([_model(prefix) for prefix in prefixes])
-        chosen = rule.choose_many(logits, prefixes, [len(prefix) for prefix in prefixes])
-        by_node = dict(zip((None, *(node.id for node in nodes)), chosen))
-        at = None
-        while True:
-            commit = tree.commit(by_node[at])
-            rule.commit(commit.position)
-            if commit.hit is None:
-                break
-            at = commit.hit.id
-        tree.rewind(tree.length)
-        laps += 1
-    return tree.committed[: len(PROMPT) + length], laps
-
-
-def _no_draft(ids, noise):
-    return []
-
-
-def _keyed_chain(ids, noise):
-    """Drafts with the target's noise and a blurred copy of the target."""
-    path, proposals = list(ids), []
-    for i in range(4):
-        token = propose_keyed(0.7 * _model(path), noise.at(len(path)), 1)[0]
-        proposals.append((i - 1, token))
-        path.append(token)
-    return proposals
-
-
-def _likely_siblings(ids, noise):
-    return [(-1, token) for token in _model(ids).topk(3).indices.tolist()]
-
-
-def _full_tree(ids, noise):
-    proposals: list[tuple[int, int]] = []
-    frontier = [(-1, list(ids))]
-    for _ in range(2):
-        grown = []
-        for parent, path in frontier:
-            for token in propose_keyed(_model(path), noise.at(len(path)), 3):
-                proposals.append((parent, token))
-                grown.append((len(proposals) - 1, [*path, token]))
-        frontier = grown
-    return proposals
-
-
-def _nonsense_with_duplicates(ids, noise):
-    return [(-1, 5), (-1, 5), (0, 5), (1, 6), (-1, 0), (4, 0), (5, 0)]
-
-
-DRAFTS = [_no_draft, _keyed_chain, _likely_siblings, _full_tree, _nonsense_with_duplicates]
-
-
-@pytest.mark.parametrize("draft", DRAFTS, ids=lambda draft: draft.__name__)
-@pytest.mark.parametrize("name", STACKS)
-def test_output_does_not_depend_on_the_draft_or_the_tree(name, draft):
-    spec = STACKS[name]
-    for row in range(3):
-        assert _speculative(spec, 24, draft, row)[0] == _plain(spec, 24, row)
-
-
-def test_keyed_drafts_save_laps():
-    _, laps = _speculative(SAMPLING, 60, _keyed_chain)
-    assert laps < 40
-
-
-@pytest.mark.parametrize("name", [name for name, spec in STACKS.items() if spec.do_sample])
-def test_rows_and_seeds_differ(name):
-    spec = STACKS[name]
-    other = SamplingSpec.from_wire({**spec.to_wire(), "seed": spec.seed + 1})
-    texts = [_plain(spec, 24, row=0), _plain(spec, 24, row=1), _plain(other, 24, row=0)]
-    assert len({tuple(text) for text in texts}) == 3
-    assert _plain(spec, 24) == texts[0]
 
 
 def test_choices_do_not_depend_on_what_was_chosen_before():
     rule = KeyedRule(SAMPLING, VOCAB)
     nodes = [PROMPT, [*PROMPT, 5], [*PROMPT, 6], [*PROMPT, 5, 5]]
-    forwards = [rule.choose(_model(ids), ids, len(ids)) for ids in nodes]
+    forwards = [rule.choose(model(ids), ids, len(ids)) for ids in nodes]
     rule.commit(len(PROMPT) + 5)
-    backwards = [rule.choose(_model(ids), ids, len(ids)) for ids in reversed(nodes)]
+    backwards = [rule.choose(model(ids), ids, len(ids)) for ids in reversed(nodes)]
     assert forwards == backwards[::-1]
 
 
@@ -198,10 +69,10 @@ def test_ties_after_noise_go_to_the_lowest_id():
 def test_nan_is_an_error_wherever_it_is(name):
     rule = KeyedRule(STACKS[name], VOCAB)
     for place in (0, 11, VOCAB - 1):
-        logits = _model(PROMPT)
+        logits = model(PROMPT)
         logits[place] = math.nan
         with pytest.raises(SamplingError):
-            rule.choose_many(torch.stack([_model(PROMPT), logits]), [PROMPT, PROMPT], [3, 3])
+            rule.choose_many(torch.stack([model(PROMPT), logits]), [PROMPT, PROMPT], [3, 3])
 
 
 def test_nan_is_replaced_where_that_is_asked_for():
@@ -252,7 +123,9 @@ def test_a_banned_token_is_never_drawn():
 
 
 def test_scores_of_any_size_leave_the_noise_alone():
-    """With remove_invalid_values a banned token has the lowest float32 instead of -inf; alone, such tokens are uniform."""
+    """With remove_invalid_values a banned token has the lowest float32 instead of -inf; alone, such tokens are
+    uniform.
+    """
     rule = KeyedRule(SamplingSpec(prompt_length=0, do_sample=True, remove_invalid_values=True), 3)
     drawn = [rule.choose(torch.full((3,), -math.inf), [0] * position, position) for position in range(300)]
     assert min(drawn.count(token) for token in range(3)) > 60
@@ -294,7 +167,7 @@ def test_processors_see_committed_tokens_and_the_path_once_per_node():
     recorder = _Recorder()
     rule = KeyedRule(SAMPLING, VOCAB, processors=ProcessorStack([recorder]))
     paths = [[*PROMPT], [*PROMPT, 5], [*PROMPT, 6], [*PROMPT, 5, 7]]
-    rule.choose_many(torch.stack([_model(path) for path in paths]), paths, [len(path) for path in paths])
+    rule.choose_many(torch.stack([model(path) for path in paths]), paths, [len(path) for path in paths])
     assert recorder.seen == paths
 
 
@@ -306,22 +179,22 @@ def test_prefix_is_not_built_when_nothing_looks_at_it():
         prompt_length=0, do_sample=True, temperature=0.7, top_k=5, top_p=0.9, renormalize_logits=True
     )
     for spec in (GREEDY, SAMPLING, warpers):
-        assert 0 <= KeyedRule(spec, VOCAB).choose(_model(PROMPT), unwanted, 3) < VOCAB
+        assert 0 <= KeyedRule(spec, VOCAB).choose(model(PROMPT), unwanted, 3) < VOCAB
     with pytest.raises(AssertionError, match="was built"):
-        KeyedRule(STACKS["penalties"], VOCAB).choose(_model(PROMPT), unwanted, 3)
+        KeyedRule(STACKS["penalties"], VOCAB).choose(model(PROMPT), unwanted, 3)
 
 
 def test_a_lazy_prefix_is_the_same_prefix():
     rule = KeyedRule(STACKS["penalties"], VOCAB)
-    assert rule.choose(_model(PROMPT), lambda: PROMPT, 3) == rule.choose(_model(PROMPT), PROMPT, 3)
+    assert rule.choose(model(PROMPT), lambda: PROMPT, 3) == rule.choose(model(PROMPT), PROMPT, 3)
 
 
 def test_prefix_position_shape_and_vocabulary_are_checked():
     rule = KeyedRule(STACKS["penalties"], VOCAB)
     with pytest.raises(ValueError, match="prefix of position 4"):
-        rule.choose(_model(PROMPT), PROMPT, 4)
+        rule.choose(model(PROMPT), PROMPT, 4)
     with pytest.raises(ValueError, match="outside"):
-        rule.choose(_model(PROMPT), [1, 2, VOCAB], 3)
+        rule.choose(model(PROMPT), [1, 2, VOCAB], 3)
     with pytest.raises(ValueError, match="expected logits"):
         rule.choose(torch.zeros(VOCAB + 1), PROMPT, 3)
     with pytest.raises(ValueError, match="expected logits"):
@@ -338,7 +211,7 @@ def test_count_penalties_are_those_of_their_definition():
 
 
 def test_logits_are_not_modified():
-    logits = _model(PROMPT)
+    logits = model(PROMPT)
     before = logits.clone()
     for spec in STACKS.values():
         KeyedRule(spec, VOCAB).choose(logits, PROMPT, 3)
@@ -349,7 +222,7 @@ def test_logits_are_not_modified():
 
 
 def test_keyed_proposals_are_the_smallest_clocks():
-    scores = _model(PROMPT)
+    scores = model(PROMPT)
     noise = race_noise(1, 0, 3, VOCAB)
     clocks = torch.exp(-noise) / scores.double().softmax(-1)
     assert propose_keyed(scores, noise, 5) == clocks.argsort()[:5].tolist()
@@ -359,7 +232,7 @@ def test_keyed_proposals_are_the_smallest_clocks():
 def test_a_perfect_drafter_is_always_right():
     rule, noise = KeyedRule(SAMPLING, VOCAB), NoiseCache(SAMPLING.seed, 0, VOCAB)
     for position in range(3, 60):
-        logits = _model([position])
+        logits = model([position])
         assert propose_keyed(logits, noise.at(position), 1) == [rule.choose(logits, [], position)]
 
 

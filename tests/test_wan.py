@@ -90,6 +90,11 @@ def test_slow_start_keeps_bytes_and_order(sends: list[tuple[float, int]], idle_s
             last = departure
 
 
+def test_reads_are_cut_into_pieces_of_a_millisecond_or_a_packet():
+    sizes = [LinkShape(bits_per_s=rate).piece_bytes for rate in (None, 1e9, 100e6, 1e6)]
+    assert sizes == [None, 125_000, 12_500, 1460]
+
+
 def test_default_buffer_is_twice_the_bandwidth_delay_product_within_bounds():
     assert LinkShape(delay_s=0.1, bits_per_s=160e6).buffer_limit == 4_000_000
     assert LinkShape(delay_s=0.001, bits_per_s=1e6).buffer_limit == 1 << 20
@@ -188,6 +193,20 @@ def test_bandwidth_bounds_the_transfer_and_is_shared_by_connections():
         for pair in pairs:
             for end in pair:
                 end.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_small_message_waits_behind_a_large_one_of_another_connection_only_on_a_shared_link(shared: bool):
+    size = 400_000  # 0.8 s on the link
+    with _relayed(LinkShape(bits_per_s=4e6, shared=shared)) as (relays, server):
+        (large, large_accepted), (small, small_accepted) = (_connect(relays, server) for _ in range(2))
+        with large, large_accepted, small, small_accepted:
+            large.sendall(b"l" * size)
+            _wait_for(lambda: relays.counts(0).to_server == size)
+            small.sendall(b"s")
+            _receive(small_accepted, 1)
+            assert (relays.counts(0).held == 0) is shared
+            _receive(large_accepted, size)
 
 
 def test_order_and_content_survive_jitter_and_many_small_writes():

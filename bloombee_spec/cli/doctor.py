@@ -54,13 +54,15 @@ def _host() -> str:
 
 
 def _patches() -> str:
-    from bloombee_spec.patching.report import patch_states
+    from bloombee_spec.patching.host import find_host, load_all, patches_directory
+    from bloombee_spec.patching.state import PatchState, report
 
-    states = patch_states()
-    missing = [name for name, state in states.items() if state != "applied"]
-    if "hivemind-imports" in missing:
-        raise Problem(f"hivemind-imports is {states['hivemind-imports']}: run `bloombee-spec patch apply`")
-    return ", ".join(f"{name} {state}" for name, state in states.items()) or "none needed"
+    host = find_host(load_all(patches_directory()), None)
+    states = {patch.name: report(host.patch_set, host.root, patch) for patch in host.patch_set.patches}
+    for name, found in states.items():
+        if found.state is PatchState.UNRECOGNISED or (name == "hivemind-imports" and found.state is not PatchState.APPLIED):
+            raise Problem(f"{name} is {found.state.value}: `bloombee-spec patch apply` says more")
+    return ", ".join(f"{name} {found.state.value}" for name, found in states.items())
 
 
 def _host_import() -> str:

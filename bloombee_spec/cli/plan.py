@@ -34,13 +34,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--hidden", type=int, default=4096, help="width of the model (default 4096)")
     parser.add_argument("--bytes-per-value", type=float, default=0.5, help="2 fp16, 1 int8, 0.5 int4 (default 0.5)")
     parser.add_argument("--scale-bytes", type=float, default=0.0, help="bytes per node beside its values (default 0)")
-    parser.add_argument("--return-ms", type=float, default=0.0, help="return leg, ms (default 0, as in the review's chart)")
-    parser.add_argument("--compute-ms", default="1:0", metavar="ROWS:MS,…", help="one forward at one stage (default 1:0)")
+    parser.add_argument(
+        "--return-ms", type=float, default=0.0, help="return leg, ms (default 0, as in the review's chart)"
+    )
+    parser.add_argument(
+        "--compute-ms", default="1:0", metavar="ROWS:MS,…", help="one forward at one stage (default 1:0)"
+    )
     growth = parser.add_mutually_exclusive_group()
     growth.add_argument("--curve", help=f"tokens per lap of n nodes (default {REVIEW_CURVE})")
-    growth.add_argument("--acceptance", metavar="P1,P2,…", help="acceptance by sibling rank, instead of a fitted curve")
-    parser.add_argument("--draft-ms", type=float, default=5.0, help="drafter time per layer, with --acceptance (default 5)")
-    parser.add_argument("--largest", type=int, default=None, help="largest tree searched (default 4096, or 512 with --acceptance)")
+    growth.add_argument(
+        "--acceptance", metavar="P1,P2,…", help="acceptance by sibling rank, instead of a fitted curve"
+    )
+    parser.add_argument(
+        "--draft-ms", type=float, default=5.0, help="drafter time per layer, with --acceptance (default 5)"
+    )
+    parser.add_argument(
+        "--largest", type=int, default=None, help="largest tree searched (default 4096, or 512 with --acceptance)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw tokens per second over tree size")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
 
@@ -113,7 +123,18 @@ def _notes(args: argparse.Namespace, curve: Curve, rows: list[SizingRow]) -> lis
     notes = ["n counts all rows of a lap, the committed token's own included; one row is no speculation."]
     first = curve(1.0)
     if first < 1.0:
-        notes.append(f"The curve says {first:.2f} tokens for one row; a lap always yields one, so it is used from 1 up.")
+        notes.append(
+            f"The curve says {first:.2f} tokens for one row; a lap always yields one, so it is used from 1 up."
+        )
+    if _is_review(args):
+        known = [
+            (row, REVIEW_SIZES[row.bandwidth_bps / 1e6]) for row in rows if row.bandwidth_bps / 1e6 in REVIEW_SIZES
+        ]
+        for row, size in known:
+            verdict = "the same" if row.best_power == size else f"here {row.best_power}"
+            notes.append(
+                f"The review reads n* = {size} at {row.bandwidth_bps / 1e6:g} Mbit/s off its chart: {verdict}."
+            )
     moved = [row for row in rows if row.best_power != row.best]
     if moved:
         detail = ", ".join(
@@ -125,7 +146,9 @@ def _notes(args: argparse.Namespace, curve: Curve, rows: list[SizingRow]) -> lis
     rounded = [row for row in rows if round(row.widest_exact) != row.widest]
     if rounded:
         detail = ", ".join(f"{row.widest_exact:.2f} at {row.bandwidth_bps / 1e6:g} Mbit/s" for row in rounded)
-        notes.append(f"W* is rounded as in the review; exactly it is {detail}, so only the whole part fits within one hop delay.")
+        notes.append(
+            f"W* is rounded as in the review; exactly it is {detail}, and only the whole part fits within a hop."
+        )
     if args.return_ms == 0:
         notes.append("The lap has no return leg, as in the review's chart (its formula has one): see --return-ms.")
     return notes
@@ -139,8 +162,10 @@ def _is_review(args: argparse.Namespace) -> bool:
 
 def _print(report: dict[str, Any], rows: list[SizingRow]) -> None:
     print(f"{report['hops']} hops of {report['hop_ms']:g} ms, {report['bytes_per_node']:g} bytes per node and hop\n")
-    head = f"{'Mbit/s':>8} {'n*(2^k)':>8} {'tok/s':>8} {'n*':>6} {'tok/s':>8} {'exact n*':>9} {'off tok/s':>10} {'gain':>6}"
-    print(f"{head} {'W*':>6} {'pays for n':>13} {'n* pays above':>15}")
+    print(
+        f"{'Mbit/s':>8} {'n*(2^k)':>8} {'tok/s':>8} {'n*':>6} {'tok/s':>8} {'exact n*':>9} {'off tok/s':>10} ", end=""
+    )
+    print(f"{'gain':>6} {'W*':>6} {'pays for n':>13} {'n* pays above':>15}")
     for row in rows:
         gain = f"{row.first_gain}..{row.last_gain}" if row.first_gain is not None else "none"
         print(
@@ -151,8 +176,9 @@ def _print(report: dict[str, Any], rows: list[SizingRow]) -> None:
     print(f"\nSome tree pays above {_mbps(report['any_tree_pays_above_bps'])}.")
     for row, plan in zip(rows, report["plans"]):
         print(
-            f"Planner at {row.bandwidth_bps / 1e6:g} Mbit/s: {plan['mode']}, width {plan['width']}, depth {plan['depth']}, "
-            f"tree {plan['tree_size']}, hedges {plan['hedges']}, pace {1e3 * plan['pace_s']:.2f} ms: "
+            f"Planner at {row.bandwidth_bps / 1e6:g} Mbit/s: {plan['mode']}, width {plan['width']}, "
+            f"depth {plan['depth']}, tree {plan['tree_size']}, hedges {plan['hedges']}, "
+            f"pace {1e3 * plan['pace_s']:.2f} ms: "
             f"{plan['expected_tok_s']:.2f} tok/s, {plan['off_tok_s']:.2f} without"
         )
     print()

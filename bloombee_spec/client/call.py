@@ -56,6 +56,8 @@ def read_call(model: Any, input_ids: torch.Tensor | None, kwargs: dict[str, Any]
     :raises ValueError: arguments that are wrong for both
     """
     config = copy.deepcopy(kwargs.get("generation_config") or model.generation_config)
+    for name in [n for n in vars(config) if not hasattr(type(config)(), n) and hasattr(model.config, n)]:
+        delattr(config, name)  # the host's from_pretrained leaves its own arguments (initial_peers, …) in here
     known = {k: v for k, v in kwargs.items() if k not in (*HOST_ARGUMENTS, *LOOP_ARGUMENTS, "generation_config", "input_ids")}
     unused = config.update(**known)
     if unused:

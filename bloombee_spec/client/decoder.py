@@ -18,8 +18,17 @@ from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host
 from bloombee_spec.tree import NodeSpec
-from bloombee_spec.wire.activations import get_codec
-from bloombee_spec.wire.frames import CommitFrame, Frame, NodesFrame, PrefixFrame, encode
+from bloombee_spec.wire.activations import CodecError, get_codec
+from bloombee_spec.wire.frames import (
+    CommitFrame,
+    ControlFrame,
+    Frame,
+    FrameError,
+    NodesFrame,
+    PrefixFrame,
+    RewindFrame,
+    encode,
+)
 from bloombee_spec.wire.messages import Rule, Statistics
 
 
@@ -57,9 +66,10 @@ class RingDecoder:
             frame = self._next_event()
             commit = self._verified(frame)
             stream = self.streams[commit.lane]
-            if stream.finished and commit.tokens:
-                continue
-            tokens, correction = stream.commit(commit)
+            try:
+                tokens, correction = stream.commit(commit)
+            except FrameError as e:
+                raise RingError(f"the verifier sent nonsense: {e}", self.ring.spans[-1].peer) from None
             stream.tally.commit_bytes_down += len(encode(commit)) if tokens else 0
             self._send_candidates(stream, correction)
             if tokens:
@@ -69,9 +79,9 @@ class RingDecoder:
     def stop(self, lane: int, length: int) -> None:
         """The caller wants no more of this stream: keep `length` tokens, and let the stages drop the rest now."""
         stream = self.streams[lane]
-        stream.finished = True
-        stream.epoch += 1
-        stream.tree.rewind(min(length, stream.tree.length))
+        stream.stop(length)
+        if self._verifier is not None:
+            self._verifier.rewind(lane, stream.epoch, stream.tree.length)
         self.ring.rewind(lane, stream.epoch, stream.tree.length)
 
     def close(self) -> list[Statistics | None]:
@@ -124,12 +134,20 @@ class RingDecoder:
 
     def _verified(self, frame: Frame) -> CommitFrame:
         """The commit that a frame carries, or that its hidden rows lead to; the latter is told to all stages."""
-        if self._verifier is not None and isinstance(frame, (PrefixFrame, NodesFrame)):
-            commit = self._verifier.accept(frame)
-            if commit.tokens:
-                self.ring.broadcast(CommitFrame(commit.lane, commit.epoch, commit.position, commit.tokens))
-            return commit
-        if self._verifier is None and isinstance(frame, CommitFrame) and frame.lane < len(self.streams):
+        last = self.ring.spans[-1].peer
+        if isinstance(frame, (ControlFrame, RewindFrame)) or frame.lane >= len(self.streams):
+            raise RingError(f"unexpected {type(frame).__name__} from the last stage", last)
+        if isinstance(frame, CommitFrame) == (self._verifier is not None):
+            raise RingError(f"the last stage sent a {type(frame).__name__}: not what was agreed", last)
+        if isinstance(frame, CommitFrame):
+            if any(token >= self._model.config.vocab_size for token in frame.tokens):
+                raise RingError("the verifier committed a token outside the vocabulary", last)
             return frame
-        raise RingError(f"unexpected {type(frame).__name__} from the last stage", self.ring.spans[-1].peer)
-
+        assert self._verifier is not None
+        try:
+            commit = self._verifier.accept(frame)
+        except (FrameError, CodecError) as e:
+            raise RingError(f"the last stage sent rows that cannot be used: {e}", last) from None
+        if commit.tokens:
+            self.ring.broadcast(CommitFrame(commit.lane, commit.epoch, commit.position, commit.tokens))
+        return commit

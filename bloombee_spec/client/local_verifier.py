@@ -10,7 +10,7 @@ from bloombee_spec.choose import Chooser
 from bloombee_spec.lane import Lane
 from bloombee_spec.verify import Head, Verifier
 from bloombee_spec.wire.activations import ActivationCodec
-from bloombee_spec.wire.frames import CommitFrame, NodesFrame, PrefixFrame
+from bloombee_spec.wire.frames import CommitFrame, NodesFrame, PrefixFrame, RewindFrame
 
 
 class LocalVerifier:
@@ -30,6 +30,9 @@ class LocalVerifier:
     def set_rule(self, lane: int, epoch: int, stop_tokens: tuple[int, ...], chooser: Chooser) -> None:
         self._lanes[lane].set_rule(epoch, stop_tokens)
         self._verifiers[lane].set_chooser(chooser)
+
+    def rewind(self, lane: int, epoch: int, position: int) -> None:
+        self._lanes[lane].accept_rewind(RewindFrame(lane, epoch, position))
 
     def accept(self, frame: PrefixFrame | NodesFrame) -> CommitFrame:
         """:returns: the commits that these rows allow (possibly none), with counters

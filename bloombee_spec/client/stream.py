@@ -12,7 +12,7 @@ from bloombee_spec.client.stats import Tally
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.tree import Node, NodeSpec, TokenTree, committed_ref
-from bloombee_spec.wire.frames import CommitFrame, NodesFrame, PrefixFrame
+from bloombee_spec.wire.frames import CommitFrame, FrameError, NodesFrame, PrefixFrame
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Stream:
         self.request = StreamRequest((), 0)
         self.finished = True
         self.tally = Tally()
+        self._held = 0  # rows that surely passed all stages: those below a token that was committed from them
         self._root_ref = 0
         self._next_id = 0
         self._lap: dict[int, int] = {}  # node id -> lap in which its row travels
@@ -61,8 +62,8 @@ class Stream:
         """Start from `request.tokens`; only what the stages do not hold yet is sent, in chunks of at most `chunk` tokens."""
         known, tokens = self.tree.committed, request.tokens
         same = next((i for i, (a, b) in enumerate(zip(known, tokens)) if a != b), min(len(known), len(tokens)))
-        # Stages surely hold the rows below the last committed token; its own row may never have been sent.
-        start = max(0, min(same, len(known) - 1, len(tokens) - 1))
+        start = max(0, min(same, self._held, len(tokens) - 1))
+        self._held = start
         self.request, self.finished = request, len(tokens) >= request.limit
         self.epoch += 1
         self.tree.rewind(min(start, len(known)))
@@ -82,12 +83,17 @@ class Stream:
         ]
 
     def commit(self, frame: CommitFrame) -> tuple[list[int], NodeSpec | None]:
-        """Apply a commit frame.
+        """Apply a commit frame; one of an older epoch is ignored.
 
         :returns: new tokens, and the corrected token as a node when the client has to send it
+        :raises FrameError: the verifier skipped a position, or runs ahead of the client's epoch
         """
-        if frame.epoch != self.epoch:
+        if frame.epoch < self.epoch or self.finished:
             return [], None
+        if frame.epoch > self.epoch or frame.position > self.tree.length:
+            raise FrameError(
+                f"commit at {frame.position} in epoch {frame.epoch}, expected {self.tree.length} in {self.epoch}"
+            )
         self.tally.rows_computed += frame.computed
         self.tally.rows_dropped += frame.dropped
         new = list(frame.tokens[max(0, self.tree.length - frame.position) :])
@@ -104,8 +110,16 @@ class Stream:
             self.drafter.observe(taken)
         return taken, None if self.finished else correction
 
+    def stop(self, length: int) -> None:
+        """The caller wants no more: keep `length` tokens, and enter a new epoch so that what is in flight is ignored."""
+        self.finished = True
+        self.epoch += 1
+        self.tree.rewind(min(length, self.tree.length))
+        self._held = min(self._held, self.tree.length)
+
     def _commit_one(self, token: int) -> NodeSpec | None:
         commit = self.tree.commit(token)
+        self._held = commit.position
         self.tally.tokens += 1
         self.tally.laps = max(self.tally.laps, self._root_lap)
         for node in commit.dead:

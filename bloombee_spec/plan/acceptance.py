@@ -35,10 +35,10 @@ class AcceptanceModel:
     """Beta-smoothed acceptance with exponential forgetting.
 
     A rank's estimate starts from a guess with the weight of `prior_weight` verdicts: one half for the favourite, and
-    `FALL` times the estimate of the rank above for the others. That is hopeful enough to try a width once, and weak enough for
-    a drafter that is never right to be found out within a dozen laps. A (depth, rank) cell starts from its rank's pooled
-    estimate with the weight of `pool_weight` verdicts. Forgetting advances with verdicts, never with time, so estimates stand
-    still while speculation is off. An update costs a few additions.
+    `FALL` times the estimate of the rank above for the others. That is hopeful enough to try a width once, and weak
+    enough for a drafter that is never right to be found out within a dozen laps. A (depth, rank) cell starts from its
+    rank's pooled estimate with the weight of `pool_weight` verdicts. Forgetting advances with verdicts, never with
+    time, so estimates stand still while speculation is off. An update costs a few additions.
 
     :param half_life: verdicts after which a verdict counts half
     """
@@ -55,7 +55,8 @@ class AcceptanceModel:
     def observe(self, offered: int, hit: int | None, depth: int = 1, proposer: str = EVERYBODY) -> None:
         """One verdict: the children of a node were judged.
 
-        :param offered: how many ranks the drafter was asked for here, sent or not; ranks it had nothing for count as tried
+        :param offered: how many ranks the drafter was asked for here, sent or not; ranks it had nothing for count as
+            tried
         :param hit: the rank that was committed, or None when it was none of them
         :param depth: layers below the committed root at which the children were drafted, from 1
         :param proposer: who proposed them; at most 16 names are told apart, the rest only counts for everybody

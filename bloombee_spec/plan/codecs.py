@@ -40,7 +40,8 @@ def choose_codec(
     allow_lossy: bool = False,
     hysteresis: float = 0.1,
 ) -> CodecOption:
-    """The option with the least time per frame; the current one stays unless another saves more than `hysteresis` of it.
+    """The option with the least time per frame; the current one stays unless another saves more than `hysteresis` of
+    it.
 
     Against sending rows as they are, a codec wins iff `bandwidth < 8·saved_bytes / (t_encode + t_decode)`.
 
@@ -61,7 +62,8 @@ def choose_codec(
 
 
 def break_even_bandwidth(plain: CodecOption, packed: CodecOption, rows: int) -> float:
-    """Bandwidth (bit/s) below which `packed`, being the smaller one, is faster than `plain`: 0 if never, infinite if always.
+    """Bandwidth (bit/s) below which `packed`, being the smaller one, is faster than `plain`: 0 if never, infinite if
+    always.
 
     `8·saved_bytes / (added codec time)`.
     """

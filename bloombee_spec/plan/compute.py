@@ -13,9 +13,9 @@ CLIP = 4.0  # one sample moves a prediction as if it were at most this many time
 class ComputeProfile:
     """Piecewise-linear time of one forward at a stage (or of one drafter step).
 
-    :param points: `(rows, seconds)`, rows strictly increasing, seconds non-decreasing; usually measured at 1, 8 and 64
-        rows. Beyond the last point the last slope continues; below the first its time holds, since a forward of one row
-        already reads every weight.
+    :param points: `(rows, seconds)`, rows strictly increasing, seconds non-decreasing; usually measured at 1, 8 and
+        64 rows. Beyond the last point the last slope continues; below the first its time holds, since a forward of
+        one row already reads every weight.
     :raises ValueError: no points, a value that is negative or not finite, or an order that cannot be
     """
 

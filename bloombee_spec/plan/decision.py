@@ -14,7 +14,7 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DraftCost:
-    """Seconds of one drafter step, which makes one layer: `layer_s + row_s · rows` (rows are expanded as one batch)."""
+    """Seconds of one drafter step, which makes one layer: `layer_s + row_s · rows`, rows expanded as one batch."""
 
     layer_s: float
     row_s: float = 0.0
@@ -38,6 +38,7 @@ class Limits:
     :param forward_rows: rows that a stage takes into one forward
     :param hedges: outcomes per position for which an answer is drafted ahead
     :param hedge_layers: layers of such an answer
+    :param modes: ways to speculate that may be chosen
     """
 
     tree_size: int = 256
@@ -47,10 +48,13 @@ class Limits:
     forward_rows: int = 256
     hedges: int = 4
     hedge_layers: int = 16
+    modes: tuple[Mode, ...] = (Mode.TREE, Mode.STREAM)
 
     def __post_init__(self) -> None:
         if min(self.tree_size, self.width, self.depth, self.in_flight, self.forward_rows) < 1:
-            raise ValueError("the limits of a plan are at least 1; speculation is switched off by its value, not by a limit")
+            raise ValueError(
+                "the limits of a plan are at least 1; speculation is switched off by its value, not by a limit"
+            )
         if self.hedges < 0 or self.hedge_layers < 0:
             raise ValueError("hedges and hedge_layers are 0 or more")
 
@@ -83,7 +87,9 @@ class Plan:
 
     @property
     def sent_hedges(self) -> int:
-        """Siblings that are sent beside the favourite of a layer: a hedge that is sent *is* width, and is priced as such."""
+        """Siblings that are sent beside the favourite of a layer: a hedge that is sent *is* width, and is priced as
+        such.
+        """
         return max(0, self.width - 1)
 
     @property

@@ -42,10 +42,10 @@ class LinkEstimate:
 class LinkMeter:
     """Running estimate of one direction of a link.
 
-    Fits `transit = delay + 8·bytes/bandwidth` with exponential forgetting (weighted moments of bytes and transit). A frame
-    that left while its predecessor still occupied the link is charged only from the moment the link was free. Outliers are
-    pulled in to `OUTLIER` mean absolute errors, so that one stall does not rewrite the estimate and a lasting change does.
-    While all frames have the same size only the delay moves: a slope cannot be seen then.
+    Fits `transit = delay + 8·bytes/bandwidth` with exponential forgetting (weighted moments of bytes and transit). A
+    frame that left while its predecessor still occupied the link is charged only from the moment the link was free.
+    Outliers are pulled in to `OUTLIER` mean absolute errors, so that one stall does not rewrite the estimate and a
+    lasting change does. While all frames have the same size only the delay moves: a slope cannot be seen then.
 
     :param initial: from the last session with this peer, or a guess
     :param half_life: samples after which a sample counts half

@@ -1,4 +1,6 @@
-"""The planner of one stream: re-plans as estimates move, does not flap, finds "do not speculate" and finds its way back."""
+"""The planner of one stream: re-plans as estimates move, does not flap, finds "do not speculate" and finds its way
+back.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,13 @@ class Hysteresis:
 
     def __post_init__(self) -> None:
         if not 0 <= self.stay <= self.enter or self.switch < 0:
-            raise ValueError(f"gains need 0 <= stay <= enter and switch >= 0, not {self.stay}, {self.enter}, {self.switch}")
+            raise ValueError(
+                f"gains need 0 <= stay <= enter and switch >= 0, not {self.stay}, {self.enter}, {self.switch}"
+            )
         if min(self.replan_laps, self.probe_laps, self.probe_size) < 1 or self.probe_laps_max < self.probe_laps:
-            raise ValueError("laps between plans and probes are at least 1, and probe_laps_max is not below probe_laps")
+            raise ValueError(
+                "laps between plans and probes are at least 1, and probe_laps_max is not below probe_laps"
+            )
 
 
 class Planner:
@@ -76,7 +82,9 @@ class Planner:
         self._since_search += 1
         plan = self._plan
         if plan is None:
-            return self._adopt(choose(self.acceptance.rates(), route, draft, self.limits, min_gain=self.hysteresis.enter))
+            return self._adopt(
+                choose(self.acceptance.rates(), route, draft, self.limits, min_gain=self.hysteresis.enter)
+            )
         if plan.probe:
             self._after_probe(route)
             return self._search(route, draft)
@@ -111,7 +119,9 @@ class Planner:
         self._since_search = 0
         if before is not None and before.mode is not plan.mode:
             self.switches += 1
-            logger.debug("lap %d: %s -> %s, expecting %.2f tok/s", self.laps, before.mode, plan.mode, plan.expected_tok_s)
+            logger.debug(
+                "lap %d: %s -> %s, expecting %.2f tok/s", self.laps, before.mode, plan.mode, plan.expected_tok_s
+            )
             if plan.mode is Mode.OFF:
                 self._since_probe = 0
                 if self._on_laps:
@@ -136,5 +146,7 @@ class Planner:
 
     def _after_probe(self, route: Route) -> None:
         hit = self.acceptance.hit_rate(self.hysteresis.probe_size) > self._hits_before
-        self._probe_gap = 1 if hit else min(max(self._probe_gap, self.hysteresis.probe_laps) * 2, self.hysteresis.probe_laps_max)
+        self._probe_gap = (
+            1 if hit else min(max(self._probe_gap, self.hysteresis.probe_laps) * 2, self.hysteresis.probe_laps_max)
+        )
         self._plan = off_plan(route)

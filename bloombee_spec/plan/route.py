@@ -14,8 +14,8 @@ class Leg:
 
     :param delay_s: one-way delay, seconds
     :param bandwidth_bps: bits per second
-    :param row_bytes: bytes per candidate row on it: `hidden · bytes per value + scales` between stages, a few bytes where
-        ids travel (client to a first stage that has the embeddings, and commits)
+    :param row_bytes: bytes per candidate row on it: `hidden · bytes per value + scales` between stages, a few bytes
+        where ids travel (client to a first stage that has the embeddings, and commits)
     :param frame_bytes: bytes per frame beside the rows
     """
 
@@ -58,19 +58,31 @@ class Stage:
         if not (math.isfinite(self.queue_s) and self.queue_s >= 0) or self.blocks < 1:
             raise ValueError(f"a stage of {self.blocks} blocks with a queue of {self.queue_s} s")
 
-    def time(self, rows: float) -> float:
-        """Seconds at this stage for a forward of `rows`, waiting included.
+    @property
+    def utilisation(self) -> float:
+        """Share of the server that other people use: `q / (q + compute(1))`, that of a queue with this wait."""
+        return self.queue_s / (self.queue_s + self.compute.time(1)) if self.queue_s > 0 else 0.0
 
-        `compute(n) + q·(1 + u·(n − 1))` with `u = q / (q + compute(1))`, the utilisation of a queue with that wait. On an
-        idle server a row waits for nobody and extra rows are free riders; near saturation each extra row is another share
-        of the server that somebody (the stream's own next lap included) waits for. This is what lets speculation shrink to
-        zero under load (the goodput of SmartSpec/TurboSpec is the idea; the pricing is ours).
+    def time(self, rows: float) -> float:
+        """Seconds at this stage for `rows`, waiting included: `compute(n) + q + u·q·(n − 1)`, u the utilisation.
+
+        On an idle server a row waits for nobody and extra rows are free riders; near saturation each extra row is
+        another share of the server that somebody (the stream's own next lap included) waits for. This is what lets
+        speculation shrink to zero under load (the goodput of SmartSpec/TurboSpec is the idea; the pricing is ours).
         """
         if rows <= 0:
             return 0.0
-        busy = self.compute.time(1)
-        utilisation = self.queue_s / (self.queue_s + busy) if self.queue_s > 0 else 0.0
-        return self.compute.time(rows) + self.queue_s * (1.0 + utilisation * max(0.0, rows - 1.0))
+        return self.compute.time(rows) + self.queue_s + self.crowding(rows - 1.0)
+
+    def crowding(self, rows: float) -> float:
+        """Seconds that this many extra rows in flight add to a lap here: `u·q` each."""
+        return self.utilisation * self.queue_s * max(0.0, rows)
+
+    def occupancy(self, rows: float) -> float:
+        """Seconds between two forwards of `rows` that the server can keep up with: `compute(n) / (1 − u)`."""
+        if self.queue_s > 0 and self.compute.time(1) == 0:
+            return self.queue_s  # no measured work explains the queue: one forward per wait
+        return self.compute.time(rows) / (1.0 - self.utilisation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +93,8 @@ class Route:
     :param uplink: client to the first stage
     :param hops: stage i to stage i + 1, one fewer than stages
     :param downlink: verifier to client (commits)
-    :param restart: verifier to first stage, when that stage has the embeddings and starts the row of a committed token by
-        itself; None when the client has to send it
+    :param restart: verifier to first stage, when that stage has the embeddings and starts the row of a committed
+        token by itself; None when the client has to send it
     """
 
     stages: tuple[Stage, ...]
@@ -110,12 +122,16 @@ class Route:
 
 
 def lap_time(rows: float, route: Route) -> float:
-    """`T_lap(n) = Σ legs + n·s_h/BW per leg + compute(n) + return leg`: commit to commit when all `rows` come from the client."""
+    """`T_lap(n) = Σ legs + n·s_h/BW per leg + compute(n) + return leg`: commit to commit when all `rows` come from
+    the client.
+    """
     return route.downlink.time(1) + route.uplink.time(rows) + route.pipe_time(rows)
 
 
 def plain_lap(route: Route) -> float:
-    """Seconds per token without speculation: N legs when the first stage restarts by itself, N + 1 through the client."""
+    """Seconds per token without speculation: N legs when the first stage restarts by itself, N + 1 through the
+    client.
+    """
     start = route.restart.time(1) if route.restart is not None else route.downlink.time(1) + route.uplink.time(1)
     return start + route.pipe_time(1)
 

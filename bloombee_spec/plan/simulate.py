@@ -29,14 +29,13 @@ class SimConfig:
     :param rates: the drafter's true acceptance `[depth][rank]`
     :param plan: followed throughout; None asks the planner, which starts without knowing the drafter
     :param tokens: to commit
-    :param embeddings: whether the first stage starts the row of a committed token by itself; needs `route.restart`
     :param later: `(position, rates)`: changes of the drafter's quality along the text
     :param forward_rows: rows that a stage takes into one forward
     """
 
     route: Route
     rates: Rates
-    draft: DraftCost = DraftCost(0.0)
+    draft: DraftCost = field(default_factory=lambda: DraftCost(0.0))
     plan: Plan | None = None
     tokens: int = 500
     seed: int = 0
@@ -125,8 +124,8 @@ class _Ring:
                     max_rows=config.forward_rows,
                 )
             )
-        for leg, stage in zip((route.uplink, *route.hops), self.stages):
-            self.links.append(Link(self.clock, leg, stage.arrive))
+        for leg, target in zip((route.uplink, *route.hops), self.stages):
+            self.links.append(Link(self.clock, leg, target.arrive))
         self.verifier = Verifier(len(PROMPT), self._broadcast)
         self.client = self._client()
 

@@ -1,7 +1,7 @@
 """The bandwidth-aware choice: synchronous tree, stream or nothing, and how large. Numbers in, `Plan` out.
 
-Sequoia sizes a tree by the accelerator's `t(n)`; here the time term is the WAN's lap (`route`), streams compete with trees,
-and one token per lap competes with both.
+Sequoia sizes a tree by the accelerator's `t(n)`; here the time term is the WAN's lap (`route`), streams compete with
+trees, and one token per lap competes with both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ def choose(
     """
     limits = limits or Limits()
     off = off_plan(route)
-    plans = [*_trees(rates, route, draft, limits, off), *_streams(rates, route, draft, limits, off)]
+    plans: list[Plan] = []
+    if Mode.TREE in limits.modes:
+        plans += _trees(rates, route, draft, limits, off)
+    if Mode.STREAM in limits.modes:
+        plans += _streams(rates, route, draft, limits, off)
     best = max((plan.expected_tok_s for plan in plans), default=0.0)
     if best < off.expected_tok_s * (1.0 + min_gain):
         return off

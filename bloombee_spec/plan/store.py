@@ -34,8 +34,9 @@ class PeerRecord:
 class PeerStore:
     """Peer id -> `PeerRecord`, the most recently updated `limit` of them.
 
-    A file that is missing, too large, damaged or of another version reads as empty (with one warning): estimates are a
-    convenience and are measured again. Saving replaces the file in one step, so a crash leaves the old one or the new one.
+    A file that is missing, too large, damaged or of another version reads as empty (with one warning): estimates are
+    a convenience and are measured again. Saving replaces the file in one step, so a crash leaves the old one or the
+    new one.
     """
 
     def __init__(self, path: str | os.PathLike[str], limit: int = 256, clock: Callable[[], float] = time.time):

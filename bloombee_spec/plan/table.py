@@ -1,14 +1,15 @@
-"""The review's design chart: best tree size, widest layer and break-even for a measured growth curve and a uniform ring.
+"""The review's design chart: best tree size, widest layer and break-even for a measured growth curve and a uniform
+ring.
 
-Conventions of the review ("Laps and Bytes", joint sizing): a lap of n nodes is `Σ_i [hop_i + n·s_h/BW_i] + compute(n) + return`,
-n counts every row of the lap, and a curve `L(n)` gives the tokens per lap.
+Conventions of the review ("Laps and Bytes", joint sizing): a lap of n nodes is `Σ_i [hop_i + n·s_h/BW_i] + compute(n)
++ return`, n counts every row of the lap, and a curve `L(n)` gives the tokens per lap.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.curve import Curve
@@ -30,7 +31,7 @@ class Ring:
     hop_s: float
     row_bytes: float
     return_s: float = 0.0
-    compute: ComputeProfile = ComputeProfile.flat(0.0)
+    compute: ComputeProfile = field(default_factory=lambda: ComputeProfile.flat(0.0))
 
     def __post_init__(self) -> None:
         if self.hops < 1 or not self.row_bytes > 0:
@@ -72,7 +73,9 @@ class SizingRow:
 
 
 def bounded(curve: Curve) -> Curve:
-    """A lap of n rows yields at least the verifier's own token and at most n, whatever a fitted curve says at small n."""
+    """A lap of n rows yields at least the verifier's own token and at most n, whatever a fitted curve says at small
+    n.
+    """
     return lambda n: max(1.0, min(n, curve(n)))
 
 
@@ -87,7 +90,8 @@ def size_table(curve: Curve, ring: Ring, bandwidths_bps: list[float], largest: i
     tokens = bounded(curve)
     growth = [0.0, *(tokens(n) for n in range(1, largest + 1))]
     return [
-        _row(growth, ring, bandwidth, continuous_optimum(curve, ring, bandwidth, largest)) for bandwidth in bandwidths_bps
+        _row(growth, ring, bandwidth, continuous_optimum(curve, ring, bandwidth, largest))
+        for bandwidth in bandwidths_bps
     ]
 
 

@@ -1,9 +1,10 @@
 """Expected tokens per second of each way to decode, in closed form.
 
-All three are renewal rewards: a cycle runs from one miss at the verifier to the next; its tokens are `Σ_d C_d` with `C_d` the
-chance that the first d committed tokens were all among the candidates (C_0 = 1: the verifier's own token), and its time adds
-up when the layers arrive. The row of the committed token is back at the verifier after a plain lap `A0`; the first layer of
-candidates after `A1`, which includes the leg to the client, where the first stage restarts by itself.
+All three are renewal rewards: a cycle runs from one miss at the verifier to the next; its tokens are `Σ_d C_d` with
+`C_d` the chance that the first d committed tokens were all among the candidates (C_0 = 1: the verifier's own token),
+and its time adds up when the layers arrive. The row of the committed token is back at the verifier after a plain lap
+`A0`; the first layer of candidates after `A1`, which includes the leg to the client, where the first stage restarts
+by itself.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def tree_rate(tokens: float, covered: float, size: int, route: Route, draft_s: f
     :param covered: C_1, the chance that the first token is among the root's children; otherwise the lap ends at A0
     :param draft_s: seconds to draft it after the verdict
     """
-    first, candidates = _cycle_starts(route, size, route.pipe_time(size), draft_s)
+    pipe = route.pipe_time(size) + sum(
+        stage.crowding(1.0) for stage in route.stages
+    )  # beside the committed token's row
+    first, candidates = _cycle_starts(route, size, pipe, draft_s)
     return tokens / (first + covered * (candidates - first))
 
 
@@ -80,7 +84,9 @@ class Coverage:
         return self.sums[min(high, last)] - (self.sums[low - 1] if low > 0 else 0.0)
 
     def tail(self, depth: int) -> float:
-        """`Σ C_d` beyond `depth` layers in flight, where each further token is hit like the last layer: `C_D·h/(1−h)`."""
+        """`Σ C_d` beyond `depth` layers in flight, where each further token is hit like the last layer:
+        `C_D·h/(1−h)`.
+        """
         if depth >= len(self.chances) or depth < 1:
             return 0.0
         last = self.chances[depth]
@@ -90,52 +96,59 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class StreamTiming:
-    """What layers of `width` cost on a route when a stage takes `batch` of them per forward; seconds.
+    """What layers of one width cost on a route when a stage takes `batch` of them per forward; seconds.
 
-    :param pace_s: least time between two layers: the slowest link's `8·w·s_h/BW`, or the slowest stage's forward / batch
+    Counts every row that is sent on every leg; rows that die on the way make the real stream a little faster.
+
+    :param pace_s: least time between two layers: the slowest link's `8·w·s_h/BW`, or the slowest stage's forward /
+        batch
     :param layer_s: time between two layers when each has to be drafted
     :param first_s: A0, with what the correction waits for behind a layer that is just being sent or computed
     :param layer_lap_s: client to verdict and back for a layer
+    :param crowd_s: what each layer in flight adds to that on loaded servers
     """
 
     pace_s: float
     layer_s: float
     first_s: float
     layer_lap_s: float
+    crowd_s: float
     draft_s: float
 
     @classmethod
     def of(cls, route: Route, width: int, batch: int, draft: DraftCost) -> StreamTiming:
-        legs = (route.uplink, *route.hops)
+        legs, rows = (route.uplink, *route.hops), width * batch
         draft_s = draft.time(width)
-        forwards = [stage.time(width * batch) for stage in route.stages]
-        pace = max(max(leg.serialisation(width) for leg in legs), max(forwards) / batch)
+        occupancies = [stage.occupancy(rows) for stage in route.stages]
+        pace = max(max(leg.serialisation(width) for leg in legs), max(occupancies) / batch)
         layer = max(pace, draft_s)
-        residual = sum(leg.serialisation(width) ** 2 / layer if layer > 0 else 0.0 for leg in legs) / 2
-        waiting = 0.0
-        for stage, forward in zip(route.stages, forwards):
-            busy = min(1.0, forward / (batch * layer)) if layer > 0 else 0.0
+        residual = sum(leg.serialisation(width) ** 2 / layer for leg in legs) / 2 if layer > 0 else 0.0
+        pipe = sum(hop.time(width) for hop in route.hops)
+        for stage, occupancy in zip(route.stages, occupancies):
+            busy, forward = (min(1.0, occupancy / (batch * layer)) if layer > 0 else 0.0), stage.compute.time(rows)
             residual += busy * forward / stage.blocks / 2  # dead rows leave between two blocks
-            waiting += busy * forward / 2
-        pipe = sum(forwards) + sum(hop.time(width) for hop in route.hops) + waiting
+            pipe += stage.time(rows) + busy * forward / 2
+        crowd = width * sum(stage.crowding(1.0) for stage in route.stages)
         first, candidates = _cycle_starts(route, width, pipe, 0.0)
-        return cls(pace, layer, first + residual, candidates + residual, draft_s)
+        return cls(pace, layer, first + residual, candidates + residual, crowd, draft_s)
 
 
 def stream_rate(coverage: Coverage, timing: StreamTiming, depth: int, burst: int = 0, hedged: float = 0.0) -> float:
     """Stream of layers, at most `depth` in flight, tokens per second.
 
-    The generalisation of `stream_formula` to layers with siblings, a bounded depth (beyond it a layer waits for a commit, so
-    layers come `layer_lap/depth` apart), and answers drafted ahead for the chance `hedged` of the misses.
+    The generalisation of `stream_formula` to layers with siblings, a bounded depth (beyond it a layer waits for a
+    commit, so layers come `layer_lap/depth` apart), and answers drafted ahead for the chance `hedged` of the misses.
 
     :param burst: layers of such an answer
     """
-    tokens = coverage.sums[0] + coverage.between(1, depth) + coverage.tail(depth)
-    slow = coverage.tail(depth) * max(timing.layer_s, timing.layer_lap_s / depth)
+    lap = timing.layer_lap_s + timing.crowd_s * depth
+    tail = coverage.tail(depth)
+    tokens = coverage.between(0, depth) + tail
+    slow = tail * max(timing.layer_s, lap / depth)
     covered = coverage.between(1, 1)
 
     def seconds(ready: int) -> float:
-        late = timing.layer_lap_s - timing.first_s + (0.0 if ready > 0 else timing.draft_s)
+        late = lap - timing.first_s + (0.0 if ready > 0 else timing.draft_s)
         quick = coverage.between(2, min(ready, depth)) * timing.pace_s
         return covered * max(0.0, late) + quick + coverage.between(max(2, ready + 1), depth) * timing.layer_s
 

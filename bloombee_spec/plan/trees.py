@@ -1,7 +1,7 @@
 """Expected accepted tokens of candidate trees: which nodes are worth a row, and what layers of them cover.
 
-The chance that a node is on the committed path is the product of the acceptances along its path, and the expected number of
-tokens of a lap is one plus the sum of these products over the tree.
+The chance that a node is on the committed path is the product of the acceptances along its path, and the expected
+number of tokens of a lap is one plus the sum of these products over the tree.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,9 @@ NEGLIGIBLE = 1e-3  # layers that are reached less often than this end an expansi
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """:param parent: index in the same list, -1 for the root; :param depth: from 1; :param reach: chance of being committed"""
+    """:param parent: index in the same list, -1 for the root; :param depth: from 1; :param reach: chance of being
+    committed
+    """
 
     parent: int
     rank: int
@@ -30,9 +33,9 @@ class TreeNode:
 def best_first(rates: Rates, size: int, depth: int) -> list[TreeNode]:
     """The `size` candidates with the largest reach within `depth` layers, best first (parents before children).
 
-    A child's reach never exceeds its parent's and falls with the rank, so taking the best remaining candidate maximises the
-    expected tokens for *every* size at once: it solves the recurrence of `sequoia_table` in O(size·log size), also when the
-    acceptance depends on the depth.
+    A child's reach never exceeds its parent's and falls with the rank, so taking the best remaining candidate
+    maximises the expected tokens for *every* size at once: it solves the recurrence of `sequoia_table` in O(size·log
+    size), also when the acceptance depends on the depth.
 
     :param rates: `[depth][rank]`, each row falling; the last row holds for all deeper layers
     """
@@ -58,12 +61,13 @@ def expected_tokens(nodes: Sequence[TreeNode]) -> float:
     return 1.0 + sum(node.reach for node in nodes)
 
 
-def sequoia_table(acceptance: Sequence[float], size: int, depth: int) -> np.ndarray:
-    """Best expected tokens of a tree with at most `m` nodes (root included) and `l` layers (root included): `[size+1, depth+1]`.
+def sequoia_table(acceptance: Sequence[float], size: int, depth: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Best expected tokens of a tree with at most `m` nodes (root included) and `l` layers (root included): `[size+1,
+    depth+1]`.
 
-    Sequoia's optimiser (NeurIPS'24): with `p[b]` the acceptance of the b-th sibling, whatever the depth,
-    `T[m][l][b] = max_y T[y][l][b−1] + p[b]·T[m−y][l−1]`, where `T[m][l][b]` may give the root at most b children. The time
-    that a size costs is not in here; with the WAN's `T_lap(m)` it is what `sizing` maximises.
+    Sequoia's optimiser (NeurIPS'24): with `p[b]` the acceptance of the b-th sibling, whatever the depth, `T[m][l][b]
+    = max_y T[y][l][b−1] + p[b]·T[m−y][l−1]`, where `T[m][l][b]` may give the root at most b children. The time that a
+    size costs is not in here; with the WAN's `T_lap(m)` it is what `sizing` maximises.
 
     :param acceptance: p[b], falling
     """
@@ -82,9 +86,11 @@ def sequoia_table(acceptance: Sequence[float], size: int, depth: int) -> np.ndar
 
 
 def beam_coverage(rates: Rates, width: int, depth: int) -> list[float]:
-    """Chance that the committed path stays inside a tree grown layer by layer, `width` best nodes each: `[layers + 1]`.
+    """Chance that the committed path stays inside a tree grown layer by layer, `width` best nodes each: `[layers +
+    1]`.
 
-    Entry d is the chance that the first d tokens are all among the candidates; entry 0 is 1. Ends early where nothing is left.
+    Entry d is the chance that the first d tokens are all among the candidates; entry 0 is 1. Ends early where nothing
+    is left.
     """
     coverage = [1.0]
     layer = np.ones(1)

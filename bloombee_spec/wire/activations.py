@@ -1,23 +1,26 @@
 """The activation-codec seam: how rows of hidden states become bytes on a link, and the registry of ways to do it.
 
-A codec sees rows only. How many rows, of what width and dtype, is said by the frame around the bytes; so a decoder always knows
-how much it may allocate before it reads the first byte.
+A codec sees rows only. How many rows, of what width and dtype, is said by the frame around the bytes; so a decoder
+always knows how much it may allocate before it reads the first byte.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 import numpy as np
 import torch
 
+logger = logging.getLogger(__name__)
+
 ENTRY_POINT_GROUP = "bloombee_spec.codecs"
 WIRE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-MAX_VALUES = 1 << 28  # values of one encoding: 16k rows of 16k channels; a frame that claims more is refused unread
+MAX_VALUES = 1 << 28  # of one encoding: 16k rows of 16k channels; a frame that claims more is refused unread
 
 _BIT_DTYPES = {2: (torch.int16, "<i2"), 4: (torch.int32, "<i4"), 8: (torch.int64, "<i8")}
 
@@ -80,62 +83,6 @@ class ActivationCodec(ABC):
         """`decode` of at most `max_bytes` bytes into a non-empty shape."""
 
 
-class DeltaCodec(ActivationCodec):
-    """A codec that can also use rows which the receiver provably holds (`held`) as references.
-
-    `parents[i]` names the reference of row i in the list `held rows, then this encoding's own rows`: below `len(held)` it is a
-    held row, `len(held) + j` is row j < i of the same encoding, and -1 says that the row stands alone. The frame around the
-    bytes carries these references as row ids, so a lost or dead parent shows as an unknown id before decoding, never as
-    wrong values. `encode` and `decode` are the case in which every row stands alone.
-    """
-
-    def encode_delta(self, rows: torch.Tensor, parents: Sequence[int], held: torch.Tensor) -> bytes:
-        """The bytes of `rows`, given the references.
-
-        :param parents: for each row its reference, see above
-        :param held: `[m, hidden]`, of the dtype of `rows`, exactly as the receiver decoded them
-        :raises CodecError: rows that cannot be encoded, or references outside their bounds
-        """
-        rows, held = _checked_rows(rows), _checked_rows(held)
-        _check_references(parents, rows.shape[0], rows.shape[1], rows.dtype, held)
-        return self._encode_delta(rows, parents, held) if rows.numel() else b""
-
-    def decode_delta(
-        self,
-        data: bytes | memoryview,
-        n: int,
-        hidden: int,
-        dtype: torch.dtype,
-        parents: Sequence[int],
-        held: torch.Tensor,
-    ) -> torch.Tensor:
-        """The rows of `data`, on the CPU: `[n, hidden]` of `dtype`. Same `parents` and `held` as at the encoder.
-
-        :raises CodecError: `data` is malformed, or references outside their bounds
-        """
-        view = memoryview(data).cast("B")
-        self._check_size(len(view), n, hidden, dtype)
-        held = _checked_rows(held)
-        _check_references(parents, n, hidden, dtype, held)
-        if n * hidden == 0:
-            return torch.empty(n, hidden, dtype=dtype)
-        return self._decode_delta(view, n, hidden, dtype, parents, held)
-
-    @abstractmethod
-    def _encode_delta(self, rows: torch.Tensor, parents: Sequence[int], held: torch.Tensor) -> bytes: ...
-
-    @abstractmethod
-    def _decode_delta(
-        self,
-        data: memoryview,
-        n: int,
-        hidden: int,
-        dtype: torch.dtype,
-        parents: Sequence[int],
-        held: torch.Tensor,
-    ) -> torch.Tensor: ...
-
-
 class RawCodec(ActivationCodec):
     """The backend's own dtype, little endian: `n × hidden × itemsize` bytes."""
 
@@ -143,7 +90,7 @@ class RawCodec(ActivationCodec):
     lossless = True
 
     def max_bytes(self, n: int, hidden: int, dtype: torch.dtype) -> int:
-        return n * hidden * dtype.itemsize
+        return int(n * hidden * dtype.itemsize)
 
     def _encode(self, rows: torch.Tensor) -> bytes:
         return row_bytes(rows)
@@ -167,7 +114,8 @@ def bits_of(rows: torch.Tensor) -> torch.Tensor:
 
 def row_bytes(rows: torch.Tensor) -> bytes:
     """The values of contiguous `rows`, little endian."""
-    return bits_of(rows).cpu().numpy().astype(_BIT_DTYPES[rows.dtype.itemsize][1], copy=False).tobytes()
+    bits = bits_of(rows).cpu().numpy().astype(_BIT_DTYPES[rows.dtype.itemsize][1], copy=False)
+    return bytes(bits.tobytes())
 
 
 def rows_from_bytes(data: memoryview, n: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
@@ -189,18 +137,6 @@ def _checked_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows.detach().contiguous()
 
 
-def _check_references(parents: Sequence[int], n: int, hidden: int, dtype: torch.dtype, held: torch.Tensor) -> None:
-    if held.shape[1] != hidden or held.dtype != dtype:
-        raise CodecError(f"references are {list(held.shape)} {held.dtype}, expected width {hidden} and {dtype}")
-    if len(parents) != n:
-        raise CodecError(f"{len(parents)} references for {n} rows")
-    for row, parent in enumerate(parents):
-        if not -1 <= parent < held.shape[0] + row:
-            raise CodecError(
-                f"row {row} refers to {parent}, expected -1 or an earlier row below {held.shape[0] + row}"
-            )
-
-
 # Own codecs are loaded by name when first used, so that a missing library hides one codec and nothing else.
 _BUILTIN = {
     "raw": "bloombee_spec.wire.activations:RawCodec",
@@ -212,26 +148,29 @@ _BUILTIN = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def get_codec(name: str) -> ActivationCodec:
     """The codec of this name. Other packages add theirs under the entry-point group `bloombee_spec.codecs`.
 
     :raises CodecUnavailable: no such codec, or its library is missing
     """
-    if name in _BUILTIN:
-        module, attribute = _BUILTIN[name].split(":")
-        factory: Callable[[], object] = getattr(import_module(module), attribute)
-    elif name in _extensions():
-        factory = _extensions()[name].load()
-    else:
-        raise CodecUnavailable(f"no activation codec named {name!r}; this machine has {', '.join(codec_names())}")
+    try:
+        if name in _BUILTIN:
+            module, attribute = _BUILTIN[name].split(":")
+            factory: Callable[[], object] = getattr(import_module(module), attribute)
+        elif name in _extensions():
+            factory = _extensions()[name].load()
+        else:
+            raise CodecUnavailable(f"no activation codec is named {name!r}; here are {', '.join(codec_names())}")
+    except ImportError as error:
+        raise CodecUnavailable(f"the activation codec {name!r} cannot be loaded: {error}") from error
     codec = factory()
     if not isinstance(codec, ActivationCodec) or codec.name != name:
         raise CodecUnavailable(f"the entry point {name!r} does not make an ActivationCodec of that name")
     return codec
 
 
-@lru_cache(maxsize=None)
+@cache
 def codec_names() -> tuple[str, ...]:
     """The codecs that work on this machine, sorted: what a peer may offer."""
     return tuple(sorted(filter(_works, (*_BUILTIN, *_extensions()))))
@@ -240,12 +179,16 @@ def codec_names() -> tuple[str, ...]:
 def _works(name: str) -> bool:
     try:
         get_codec(name)
-    except (CodecUnavailable, ImportError):
+    except CodecUnavailable as error:
+        logger.info("not offered: %s", error)
         return False
     return True
 
 
-@lru_cache(maxsize=None)
+@cache
 def _extensions() -> dict[str, EntryPoint]:
     found: Iterable[EntryPoint] = entry_points(group=ENTRY_POINT_GROUP)
+    for entry in found:
+        if entry.name in _BUILTIN:
+            logger.warning("the codec %s of %s is left out: its name is taken", entry.name, entry.value)
     return {entry.name: entry for entry in found if entry.name not in _BUILTIN}

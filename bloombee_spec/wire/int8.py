@@ -13,9 +13,9 @@ _LEVELS = 127
 class Int8Codec(ActivationCodec):
     """Each row travels alone: `[ceil(hidden / 64)]` scales in bf16, then `[hidden]` signed bytes. 8.25 bits per value.
 
-    The step of a block is its largest magnitude / 127, so the error of a value is at most half a step (0.4 % of that magnitude).
-    A block that holds NaN or an infinity decodes to NaN throughout: it never becomes a plausible number. Values beyond the
-    range of float32 count as infinite.
+    The step of a block is its largest magnitude / 127, so the error of a value is at most half a step (0.4 % of that
+    magnitude). A block that holds NaN or an infinity decodes to NaN throughout: it never becomes a plausible number.
+    Values beyond the range of float32 count as infinite.
     """
 
     name = "int8"
@@ -26,7 +26,8 @@ class Int8Codec(ActivationCodec):
 
     def _encode(self, rows: torch.Tensor) -> bytes:
         n, hidden = rows.shape
-        blocks = in_blocks(rows, BLOCK)
+        values = torch.nn.functional.pad(rows, (0, -hidden % BLOCK)) if hidden % BLOCK else rows
+        blocks = values.float().view(n, -1, BLOCK)
         step = rounded_up(blocks.abs().amax(-1) / _LEVELS)
         usable = (step > 0) & step.isfinite()
         steps = blocks / torch.where(usable, step.float(), 1.0)[..., None]
@@ -39,21 +40,12 @@ class Int8Codec(ActivationCodec):
     def _decode(self, data: memoryview, n: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         packed = from_bytes(self.name, data, n, self.max_bytes(1, hidden, dtype))
         scale_bytes = 2 * _blocks(hidden)
-        step = packed[:, :scale_bytes].contiguous().view(torch.bfloat16).float()
+        step = packed[:, :scale_bytes].reshape(-1).clone().view(torch.bfloat16).view(n, -1).float()
         codes = packed[:, scale_bytes:].view(torch.int8)
         if hidden % BLOCK:
             codes = torch.nn.functional.pad(codes, (0, BLOCK - hidden % BLOCK))
         values = codes.reshape(n, -1, BLOCK) * step[..., None]
         return in_range(values, dtype).view(n, -1)[:, :hidden].contiguous()
-
-
-def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """`rows` in float32, `[n, ceil(hidden / block), block]`, the last block filled up with zeros."""
-    n, hidden = rows.shape
-    values = rows.float()
-    if hidden % block:
-        values = torch.nn.functional.pad(values, (0, block - hidden % block))
-    return values.view(n, -1, block)
 
 
 def rounded_up(step: torch.Tensor) -> torch.Tensor:
@@ -64,7 +56,10 @@ def rounded_up(step: torch.Tensor) -> torch.Tensor:
 
 
 def in_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` in `dtype`; a finite value that rounding error carries past the largest number of `dtype` becomes that number."""
+    """`values` in `dtype`;
+
+    a finite value that rounding error carries past the largest number of `dtype` becomes that number.
+    """
     limit = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     return values.clamp_(-limit, limit).to(dtype)
 

@@ -11,7 +11,7 @@ from bloombee_spec.plan.sim.drafts import Drafts, Judged
 from bloombee_spec.plan.sim.events import Clock
 from bloombee_spec.plan.sim.ring import Link, Row
 from bloombee_spec.plan.sizing import HEDGED_POSITIONS
-from bloombee_spec.plan.trees import best_first
+from bloombee_spec.plan.trees import TreeNode, best_first
 from bloombee_spec.tree import Node, NodeSpec, committed_ref
 
 
@@ -20,7 +20,8 @@ class SimClient:
     :param beliefs: the drafter's own idea of its acceptance, `[depth][rank]`: it orders the candidates
     :param lap_s: the plan is asked for again after this long without a miss
     :param draft_rows: rows that the drafter expands per step of a synchronous tree, at most
-    :param send_roots: the client has to send the row of a committed token that was no candidate (no embeddings at stage 1)
+    :param send_roots: the client has to send the row of a committed token that was no candidate (no embeddings at
+        stage 1)
     """
 
     def __init__(
@@ -38,12 +39,16 @@ class SimClient:
         draft_rows: int,
     ):
         self._clock, self._drafts, self._uplink, self._draft = clock, drafts, uplink, draft
-        self._beliefs, self._acceptance, self._policy, self._lap_s = beliefs, acceptance, policy, lap_s
+        self._beliefs, self._acceptance = beliefs, acceptance
+        self._policy, self._lap_s = policy, lap_s
         self._send_roots, self._draft_rows = send_roots, draft_rows
         self.plan = Plan(Mode.OFF)
         self._plan_at = 0.0
         self._leaves: list[Node] = []  # the deepest layer
         self._outgoing: deque[list[Node]] = deque()
+        self._shape: list[TreeNode] = []  # of the synchronous tree that is being drafted
+        self._grown: dict[int, Node] = {}
+        self._layer = 0
         self._slot = 0.0  # when the next frame of a stream may leave
         self._ticking = False
         self._job = 0  # changes when what the drafter is doing became pointless
@@ -65,13 +70,16 @@ class SimClient:
         root_key = self._root_key()
         judged = self._drafts.commit(token)
         self.arrivals.append(self._clock.now)
-        self._forget(judged)
+        sent = self._forget(judged)
         if judged.depth:
             known = judged.rank if judged.rank is not None and judged.rank < RANKS else None
             self._acceptance.observe(RANKS, known, judged.depth)
         ready = self._hedges.pop(root_key, 0)
         hit = judged.commit.hit
         if hit is not None:
+            if not sent and self._send_roots:  # it was right, but still waited here
+                row = NodeSpec(hit.id, committed_ref(judged.commit.position - 1), token)
+                self._uplink.send([Row(row, judged.commit.position)])
             if hit.id in self._hedges:
                 self._hedges[self._root_key()] = self._hedges.pop(hit.id)
             if self._clock.now - self._plan_at >= self._lap_s:
@@ -91,7 +99,7 @@ class SimClient:
         self._restart()
 
     def _restart(self, always: bool = False) -> None:
-        """After a miss: the committed token's row if it is ours to send, with what is ready behind it, in one frame."""
+        """After a miss: the committed token's row if it is ours to send, and what is ready behind it, in one frame."""
         self._kick()
         if not (self._send_roots or always):
             return
@@ -108,29 +116,33 @@ class SimClient:
     def _abandon(self) -> None:
         self._job += 1
         self._busy = False
+        self._shape = []
         self._hedges.clear()
         self._outgoing.clear()
         self._leaves = []
         self._slot = self._clock.now
 
-    def _forget(self, judged: Judged) -> None:
+    def _forget(self, judged: Judged) -> bool:
+        """Drop what died; whether the candidate that was confirmed had been sent."""
         for node in judged.commit.dead:
             self._hedges.pop(node.id, None)
             row = self._rows.pop(node.id, None)
             if row is not None:
                 row.dead = True
-        if judged.commit.hit is not None:
-            self._rows.pop(judged.commit.hit.id, None)
+        hit = judged.commit.hit
+        return hit is not None and self._rows.pop(hit.id, None) is not None
 
     # the drafter: one thing at a time
 
     def _kick(self) -> None:
-        while not self._busy and self.plan.mode is not Mode.OFF:
-            if self.plan.mode is Mode.TREE:
-                if len(self._drafts.tree):
-                    return
-                rows = min(self.plan.tree_size, self._draft_rows)
-                self._work(self.plan.depth * self._draft.time(rows), self._tree_done)
+        while not self._busy and (self.plan.mode is not Mode.OFF or self._shape):
+            if self.plan.mode is Mode.TREE or self._shape:  # a tree that was begun is sent, whatever the plan says now
+                if not self._shape:
+                    if len(self._drafts.tree):
+                        return  # the verdict on the last tree is not in
+                    self._shape = best_first(self._beliefs, self.plan.tree_size, self.plan.depth)
+                    self._grown, self._layer = {}, 0
+                self._work(self._draft.time(min(len(self._shape), self._draft_rows)), self._grow)
             elif self._in_flight() < self.plan.depth:
                 self._work(self._draft.time(self.plan.width), self._layer_done)
             elif self.plan.hedges and self._to_hedge():
@@ -152,8 +164,13 @@ class SimClient:
             done()
             self._kick()
 
-    def _tree_done(self) -> None:
-        self._queue(self._drafts.grow(best_first(self._beliefs, self.plan.tree_size, self.plan.depth)))
+    def _grow(self) -> None:
+        """One layer of a synchronous tree; it leaves when it is complete."""
+        self._layer += 1
+        self._drafts.grow(self._shape, self._layer, self._grown)
+        if self._layer >= max(node.depth for node in self._shape):
+            self._shape = []
+            self._queue([node for node in self._grown.values() if self._drafts.tree.is_live(node)])
 
     def _layer_done(self) -> None:
         self._add_layer(self.plan.width)

@@ -17,7 +17,8 @@ from bloombee_spec.tree import Commit, Node, NodeSpec, TokenTree, committed_ref
 @dataclass(slots=True)
 class Belief:
     """:param reach: relative chance of being committed; :param right: the whole path is what the target will say
-    :param asked: depth at which the drafter listed its children, 0 before; :param children: how many of them are candidates
+    :param asked: depth at which the drafter listed its children, 0 before; :param children: how many of them are
+        candidates
     """
 
     reach: float
@@ -53,6 +54,7 @@ class Drafts:
         self._ids = count()
         self._beliefs: dict[int, Belief] = {}
         self.root = Belief(1.0, True)
+        self._root_id = -1
 
     def belief(self, node: Node | None) -> Belief:
         """Of a live candidate, or of the root (None)."""
@@ -70,6 +72,7 @@ class Drafts:
             del self._beliefs[node.id]
         hit = judged.commit.hit
         self.root = self._beliefs.pop(hit.id) if hit is not None else Belief(1.0, True)
+        self._root_id = hit.id if hit is not None else -1
         return judged
 
     def layer(self, parents: list[Node | None], width: int) -> list[Node]:
@@ -85,14 +88,23 @@ class Drafts:
         top = -best[0][0]
         return [self._add(parents[index], rank, -negative / top) for negative, index, rank in best]
 
-    def grow(self, shape: list[TreeNode]) -> list[Node]:
-        """A tree of this shape below the root."""
-        nodes: list[Node] = []
-        for planned in shape:
-            parent = nodes[planned.parent] if planned.parent >= 0 else None
+    def grow(self, shape: list[TreeNode], depth: int, nodes: dict[int, Node]) -> None:
+        """Add one layer of a tree of this shape; commits may have moved the root into it or past it meanwhile.
+
+        :param nodes: what was made of the layers above, by index in `shape`; the new ones are added
+        """
+        for index, planned in enumerate(shape):
+            if planned.depth != depth:
+                continue
+            parent = nodes.get(planned.parent)
+            if parent is None and planned.parent >= 0:
+                continue
+            if parent is not None and parent.id == self._root_id:
+                parent = None  # it was committed meanwhile, and is the root now
+            elif parent is not None and not self.tree.is_live(parent):
+                continue
             self.belief(parent).asked = planned.depth
-            nodes.append(self._add(parent, planned.rank, planned.reach))
-        return nodes
+            nodes[index] = self._add(parent, planned.rank, planned.reach)
 
     def spec(self, node: Node) -> NodeSpec:
         """The candidate as it is sent; a child of the root names the committed position."""

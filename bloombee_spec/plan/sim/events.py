@@ -14,14 +14,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self.events = 0
-        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = count()
 
-    def at(self, instant: float, action: Callable[..., None], *args: Any) -> None:
+    def at(self, instant: float, action: Callable[..., object], *args: Any) -> None:
         """Call `action(*args)` at `instant`, or now if that has passed."""
         heapq.heappush(self._queue, (max(instant, self.now), next(self._order), action, args))
 
-    def after(self, seconds: float, action: Callable[..., None], *args: Any) -> None:
+    def after(self, seconds: float, action: Callable[..., object], *args: Any) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), action, args))
 
     def run(self, done: Callable[[], bool], limit: int = 50_000_000) -> None:

@@ -1,4 +1,6 @@
-"""Links, stages and the verifier of a simulated ring. Every stage holds a real `TokenTree` and derives by itself what is dead."""
+"""Links, stages and the verifier of a simulated ring. Every stage holds a real `TokenTree` and derives by itself what
+is dead.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class SimStage:
     """One server: waiting rows go in one forward, dead ones are dropped on arrival, before, within and after it.
 
     :param forward: gets the computed rows that are still alive
-    :param inject: whether a committed token that is no candidate here becomes a row at once (first stage with embeddings)
+    :param inject: whether a committed token that is no candidate here becomes a row at once (first stage with
+        embeddings)
     """
 
     def __init__(
@@ -92,8 +95,17 @@ class SimStage:
         self.busy_s = 0.0
 
     def arrive(self, specs: list[NodeSpec]) -> None:
+        """Rows came: they wait for other people's work first, where there is any."""
+        if self._stage.queue_s > 0:
+            self._clock.after(self._stage.queue_s, self._admit, specs)
+        else:
+            self._admit(specs)
+
+    def _admit(self, specs: list[NodeSpec]) -> None:
         for spec in specs:
-            if -spec.parent > self.tree.length or (self._early and any(spec.parent == early.id for early in self._early)):
+            if -spec.parent > self.tree.length or (
+                self._early and any(spec.parent == early.id for early in self._early)
+            ):
                 self._early.append(spec)  # names a committed token that this stage has not been told of yet
             else:
                 self._insert(spec)
@@ -154,7 +166,7 @@ class SimStage:
     def _schedule(self, blocks: int) -> None:
         rows = len(self._batch)
         if rows not in self._forward_s:
-            self._forward_s[rows] = self._stage.time(rows)
+            self._forward_s[rows] = self._stage.compute.time(rows)
         self._block_s = self._forward_s[rows] / self._stage.blocks
         self._blocks_left, self._batch_from = blocks, self._clock.now
         self._run += 1
@@ -196,7 +208,9 @@ class Verifier:
     """The last stage's second half: commits a token as soon as the root's row is computed, and tells everybody."""
 
     def __init__(self, prompt_length: int, broadcast: Callable[[], Node | None]):
-        """:param broadcast: commits the next token everywhere, and returns the candidate that it confirms at this stage"""
+        """:param broadcast: commits the next token everywhere, and returns the candidate that it confirms at this
+        stage
+        """
         self._broadcast = broadcast
         self._root = prompt_length - 1
         self._ready = self._root - 1  # the last committed position whose row is computed

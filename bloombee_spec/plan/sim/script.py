@@ -13,8 +13,8 @@ from bloombee_spec.plan.acceptance import Rates
 class Script:
     """At each position the target's token has some rank in the drafter's list, or is not in it.
 
-    The rank is drawn from the acceptance at the depth where the list was made, with one uniform number per position: the same
-    for every policy and every timing, so that policies are compared on the same text.
+    The rank is drawn from the acceptance at the depth where the list was made, with one uniform number per position:
+    the same for every policy and every timing, so that policies are compared on the same text.
 
     :param phases: `(first position, rates)`, in order; the drafter's quality may change along the text
     """
@@ -38,8 +38,8 @@ class Script:
 
 
 def geometric_rates(hit: float, siblings: float = 0.6, fall: float = 0.4, ranks: int = 8, depths: int = 1) -> Rates:
-    """Acceptance rates of a typical drafter: the favourite is right with chance `hit`; of the rest, the next ranks hold the
-    share `siblings`, falling by `fall` per rank.
+    """Acceptance rates of a typical drafter: the favourite is right with chance `hit`; of the rest, the next ranks
+    hold the share `siblings`, falling by `fall` per rank.
 
     :returns: `[depths][ranks]`
     """
