@@ -160,7 +160,6 @@ class _Pipe:
         self._flight: deque[tuple[float, memoryview]] = deque()
         self._gate_timer: asyncio.TimerHandle | None = None
         self._flight_timer: asyncio.TimerHandle | None = None
-        self._last_arrival = 0.0
         self._paused = False
         self._ended = False
         self._reset = False
@@ -189,7 +188,7 @@ class _Pipe:
             self._pass_gate()
 
     def deliver(self) -> None:
-        """Write what has arrived, and wake up for the next piece."""
+        """Write what has arrived, and wake up for the next piece; with jitter, no piece overtakes another."""
         now = self._loop.time()
         while self._flight and self._flight[0][0] <= now and not self.blocked and not self._connection.relay.frozen:
             _, piece = self._flight.popleft()
@@ -220,8 +219,7 @@ class _Pipe:
             step = self.link.shape.piece_bytes or len(data) or 1
             pieces = [_EOF] if data is _EOF else [data[at : at + step] for at in range(0, len(data), step)]
             for piece in pieces:
-                self._last_arrival = max(self._last_arrival, self.link.admit(departure, len(piece)))
-                self._flight.append((self._last_arrival, piece))
+                self._flight.append((self.link.admit(departure, len(piece)), piece))
         self._gate_timer = self._wake(self._gate_timer, self._gate, now, self._pass_gate)
         self.deliver()
 

@@ -102,6 +102,7 @@ class Lane:
         self._waiting: deque[_WaitingNode | _WaitingPrefix | _Answer] = deque()
         self._waiting_nodes = 0
         self._waiting_rewind: RewindFrame | None = None
+        self._newest_epoch = 0  # announced by a prefix; `epoch` follows once the commits before it are here
         self._moves: list[tuple[int, int]] = []
         self._forwarded: OrderedDict[int, int] = OrderedDict()  # position -> id under which its row left this stage
         self._renamed: OrderedDict[int, int] = OrderedDict()  # id of a duplicate canonical node -> the id that was forwarded
@@ -113,6 +114,16 @@ class Lane:
         if frame.start + len(frame.tokens) > self.max_length or frame.limit > self.max_length:
             end = frame.start + len(frame.tokens)
             raise FrameError(f"prefix ends at {end}, limit {frame.limit}: the session holds {self.max_length} tokens")
+        if frame.epoch < self._newest_epoch:
+            self._answer(frame.seq, len(frame.tokens))
+            return
+        if frame.epoch > self._newest_epoch:
+            self._newest_epoch = frame.epoch
+            self._purge()
+        pending = [item[0] for item in self._queue if isinstance(item, tuple)]
+        pending += [item.frame for item in self._waiting if isinstance(item, _WaitingPrefix)]
+        if sum(len(f.tokens) for f in pending) + len(frame.tokens) > self.max_length:
+            raise FrameError(f"more than {self.max_length} prefix tokens wait: each is sent once per epoch")
         self._waiting.append(_WaitingPrefix(frame, hidden))
         self._admit()
 
@@ -157,7 +168,7 @@ class Lane:
 
     def set_rule(self, epoch: int, stop_tokens: Sequence[int]) -> None:
         self.rule_epoch, self.stop_tokens = epoch, frozenset(stop_tokens)
-        self._queue.append(_Answer(0))  # a root whose row is here already may have waited for the rule
+        self._answer(0, 0)  # a root whose row is here already may have waited for the rule
 
     # ---------------------------------------------------------------- compute
 
@@ -306,7 +317,7 @@ class Lane:
         while self._waiting:
             item = self._waiting[0]
             if isinstance(item, _Answer):
-                self._queue.append(item)
+                self._answer(item.seq, 0)
             elif isinstance(item, _WaitingPrefix):
                 if item.frame.epoch > self.epoch and item.frame.start > self.tree.length:
                     return  # commits of the old epoch that the client has seen are still on their way
@@ -321,6 +332,25 @@ class Lane:
             else:
                 return
             self._waiting.popleft()
+
+    def _purge(self) -> None:
+        """A new epoch is announced: of the older ones only commits still matter. Rows below its start passed this stage long ago."""
+        seq = 0
+        for item in (*self._queue, *self._waiting):
+            if isinstance(item, _Answer):
+                seq = max(seq, item.seq)
+            elif isinstance(item, tuple):
+                seq = max(seq, item[0].seq)
+                self._drop(len(item[1]))
+            elif isinstance(item, _WaitingPrefix):
+                seq = max(seq, item.frame.seq)
+                self._drop(len(item.frame.tokens))
+            else:
+                self._drop(1)
+        self._queue.clear()
+        self._waiting.clear()
+        self._waiting_nodes = 0
+        self._answer(seq, 0)
 
     def _start_prefix(self, frame: PrefixFrame, hidden: torch.Tensor | None) -> None:
         self._enter_epoch(frame.epoch)
@@ -410,6 +440,8 @@ class Lane:
 
     def _answer(self, seq: int, n_dropped: int) -> None:
         self._drop(n_dropped)
+        if self._queue and isinstance(self._queue[-1], _Answer):
+            seq = max(seq, self._queue.pop().seq)  # type: ignore[union-attr]
         self._queue.append(_Answer(seq))
 
     def _drop(self, n: int) -> None:

@@ -24,7 +24,7 @@ from sampling_laws import (
     tree_round,
 )
 
-from bloombee_spec.sampling.comparison import block_verification, draw, leviathan_chain
+from bloombee_spec.sampling.comparison import accepted_prefix, block_verification, draw, leviathan_chain
 from bloombee_spec.sampling.processors import ProcessorStack
 from bloombee_spec.sampling.rule import race
 
@@ -99,13 +99,17 @@ def test_independent_draw_per_path():
 
 
 def test_keyed_drafts_judged_by_p_over_q():
-    """A correct p/q test and a correct keyed draft, put together."""
-    _, p, q = _target()
+    """A correct p/q test of a keyed draft, and a correct residual, drawn with the noise of the position like
+    everything else.
+    """
+    _, p, _ = _target()
+    q = torch.softmax(-TARGET.double(), -1)  # a drafter that disagrees: the better the drafter, the smaller the bias
 
     def choose(context, noise, rng):
         drafted = race(q[context].log(), noise).argmax(-1).unsqueeze(1)
-        verdict = leviathan_chain(torch.stack([p[context]] * 2, 1), q[context].unsqueeze(1), drafted, rng)
-        return torch.where(verdict.accepted == 1, drafted[:, 0], verdict.token)
+        accepted = accepted_prefix(torch.stack([p[context]] * 2, 1), q[context].gather(1, drafted), drafted, rng)
+        residual = (p[context] - q[context]).clamp_min(0.0)
+        return torch.where(accepted == 1, drafted[:, 0], race(residual.log(), noise).argmax(-1))
 
     assert_wrong_law(_token_by_token(choose), joint_law(p))
 

@@ -58,7 +58,7 @@ def spec_model_class(base: type[Any]) -> type[Any]:
 
 
 class SpecDecodingMixin:
-    """`generate` and `inference_session` through the ring; everything else is the host's."""
+    """`generate` and `inference_session` through the ring or relay; everything else is the host's."""
 
     spec: SpecConfig
     last_stats: SpecStats | None = None
@@ -120,7 +120,7 @@ class SpecDecodingMixin:
                     active.stop(lane, len(call.rows[lane]) + kept)
             sequences = output.finish()
             active.output_ids = sequences
-            self.last_stats = active.statistics("ring", _sum(active.tallies), bytes_before, started)
+            self.last_stats = active.statistics(active.mode, _sum(active.tallies), bytes_before, started)
             if own:
                 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""A session of the drop-in class: several `generate` calls over one ring, and the host's own session where it is needed."""
+"""A session of the drop-in class: several `generate` calls over one ring or relay, and the host's session where needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from hivemind.utils.logging import get_logger
 
 from bloombee_spec.client.decoder import RingDecoder
-from bloombee_spec.client.ring import RingError
-from bloombee_spec.client.routing import open_ring
+from bloombee_spec.client.relay import RelayDecoder
+from bloombee_spec.client.ring import Ring, RingError
+from bloombee_spec.client.routing import NoPluginRoute, open_ring
 from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
@@ -31,7 +32,7 @@ class SpecSession:
         self._max_length = max_length
         self.output_ids: torch.Tensor | None = None  # [batch, length]: the host appends its next input to these
         self.past_key_values = None
-        self._decoder: RingDecoder | None = None
+        self._decoder: RingDecoder | RelayDecoder | None = None
         self._host_session: Any = None
         self._position = 0
         self._closed = False
@@ -53,14 +54,14 @@ class SpecSession:
         while True:
             decoder = None
             try:
-                decoder = self._ring_decoder(len(requests))
+                decoder = self._decoder_for(len(requests))
                 for stream in decoder.streams:
                     stream.tally.retries = retries
                 for lane, tokens in decoder.decode(pending):
                     pending[lane] = _continued(pending[lane], tokens)
                     self._position = max(len(request.tokens) for request in pending) - 1
                     yield lane, tokens
-                for span in decoder.ring.spans:
+                for span in self._ring.spans if self._ring is not None else ():
                     self._host.on_success(self._model, span.peer)
                 return
             except RingError as e:
@@ -77,18 +78,35 @@ class SpecSession:
         if self._decoder is not None:
             self._decoder.stop(lane, length)
 
-    def _ring_decoder(self, lanes: int) -> RingDecoder:
+    def _decoder_for(self, lanes: int) -> RingDecoder | RelayDecoder:
         if self._decoder is not None and len(self._decoder.streams) != lanes:
             raise ValueError(f"this session has {len(self._decoder.streams)} rows, the call has {lanes}")
         if self._decoder is None:
             started = time.perf_counter()
-            ring = open_ring(self._host, self._model, self._config, lanes=lanes, max_length=self._max_length)
+            self._decoder = self._new_decoder(lanes)
             self._open_s = time.perf_counter() - started
-            self._decoder = RingDecoder(
-                self._host, self._model, ring, self._config, lanes=lanes, max_length=self._max_length,
-                new_drafter=self._model._new_drafter,
-            )  # fmt: skip
         return self._decoder
+
+    def _new_decoder(self, lanes: int) -> RingDecoder | RelayDecoder:
+        """
+        :raises NoPluginRoute: the swarm has no ring, and the configuration insists on one
+        """
+        sizes: dict[str, Any] = {"lanes": lanes, "max_length": self._max_length}
+        reason = "the configuration asks for it"
+        if self._config.mode != "relay":
+            try:
+                ring = open_ring(self._host, self._model, self._config, **sizes)
+                return RingDecoder(
+                    self._host, self._model, ring, self._config, **sizes, new_drafter=self._model._new_drafter
+                )
+            except NoPluginRoute as e:
+                if self._config.mode == "ring":
+                    raise
+                reason = str(e)
+        if "relay" not in self._model._spec_said:
+            self._model._spec_said.add("relay")
+            logger.info(f"Speculating in relay mode, through the host's own sessions: {reason}")
+        return RelayDecoder(self._host, self._model, self._config, **sizes, new_drafter=self._model._new_drafter)
 
     def _drop_ring(self) -> None:
         if self._decoder is not None:
@@ -134,8 +152,9 @@ class SpecSession:
         up = down = 0
         first = time.perf_counter()
         if decoder is not None:
-            route = tuple(f"{span.start}:{span.end} {span.peer}" for span in decoder.ring.spans)
-            up, down = decoder.ring.bytes_up - bytes_before[0], decoder.ring.bytes_down - bytes_before[1]
+            spans = decoder.ring.spans if isinstance(decoder, RingDecoder) else decoder.route
+            route = tuple(f"{span.start}:{span.end} {span.peer}" for span in spans)
+            up, down = (now - before for now, before in zip(self.ring_bytes, bytes_before))
             first = decoder.first_token_at or first
         return SpecStats(
             mode=mode, tokens=tally.tokens, laps=tally.laps, hits=tally.hits, misses=tally.misses, proposed=tally.proposed,
@@ -147,8 +166,18 @@ class SpecSession:
         )  # fmt: skip
 
     @property
+    def mode(self) -> str:
+        """`ring` or `relay`."""
+        return "relay" if isinstance(self._decoder, RelayDecoder) else "ring"
+
+    @property
     def ring_bytes(self) -> tuple[int, int]:
-        return (0, 0) if self._decoder is None else (self._decoder.ring.bytes_up, self._decoder.ring.bytes_down)
+        """Bytes up and down; those of the host's own sessions are not known and count as 0."""
+        return (0, 0) if self._ring is None else (self._ring.bytes_up, self._ring.bytes_down)
+
+    @property
+    def _ring(self) -> Ring | None:
+        return self._decoder.ring if isinstance(self._decoder, RingDecoder) else None
 
     @property
     def tallies(self) -> list[Tally]:

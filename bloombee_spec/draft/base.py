@@ -28,8 +28,8 @@ def never() -> bool:
 class Drafter(ABC):
     """Proposes continuations of one stream (one batch row). Not shared between threads.
 
-    Only committed tokens ever enter a drafter's state (`start`, `observe`); candidates are passed in as `path` and leave no
-    trace, so that a rejected draft can never poison later ones.
+    Only committed tokens ever enter a drafter's state (`start`, `observe`); candidates are passed in as `path` and
+    leave no trace, so that a rejected draft can never poison later ones.
     """
 
     name: str = "drafter"
@@ -48,11 +48,12 @@ class Drafter(ABC):
     ) -> list[Proposal]:
         """A tree of at most `budget` proposals below the anchor, parents before children, best first.
 
-        :param path: candidate tokens that follow the committed ones; the anchor is the last of them (or the last committed token)
+        :param path: candidate tokens that follow the committed ones; the anchor is the last of them, or the last
+            committed token if there is none
         :param max_depth: longest chain of proposals below the anchor
         :param interrupted: polled between steps of a slow drafter; once true, return what is there
         :returns: possibly nothing: a drafter with no good guess says so, which costs nobody anything
         """
 
-    def close(self) -> None:
-        """The stream ended; release what it holds. State that outlives a stream (a shared corpus) may be updated here."""
+    def close(self) -> None:  # noqa: B027 (most drafters hold nothing)
+        """The stream ended; release what it holds. A shared corpus and the like may be updated here."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from bloombee_spec.draft.base import Drafter, Proposal, never
+from bloombee_spec.draft.coupling import NoiseSource, couple
+from bloombee_spec.draft.lending import fork
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,10 @@ class MixConfig:
 
 
 class Calibration:
-    """How much of what a drafter's probabilities promised came true, lately."""
+    """How much of what a drafter's probabilities promised came true, lately.
+
+    Streams share one: an update that another thread overwrites is one observation fewer, nothing worse.
+    """
 
     def __init__(self, prior: float, memory: float) -> None:
         self._promised = self._kept = prior
@@ -99,6 +104,25 @@ class MixedDrafter(Drafter):
             [Calibration(self.config.prior, self.config.memory) for _ in range(self.config.depths)] for _ in drafters
         ]
         self._awaited, self._awaited_size = _Node(), 0
+
+    def fork(self) -> MixedDrafter:
+        """A mixture for another stream, of forks of these drafters.
+
+        :raises ValueError: one of them cannot be forked
+        """
+        return self.with_drafters([fork(drafter) for drafter in self.drafters])
+
+    def with_drafters(self, drafters: Sequence[Drafter]) -> MixedDrafter:
+        """A mixture of like drafters that shares and continues what this one has learnt about them."""
+        if [drafter.name for drafter in drafters] != [drafter.name for drafter in self.drafters]:
+            raise ValueError(f"expected the drafters of {self.name}, got {[drafter.name for drafter in drafters]}")
+        twin = MixedDrafter(drafters, self.config)
+        twin._calibrations = self._calibrations
+        return twin
+
+    def couple(self, noise: NoiseSource | None, temperature: float) -> None:
+        for drafter in self.drafters:
+            couple(drafter, noise, temperature)
 
     def start(self, prompt: Sequence[int]) -> None:
         self._awaited, self._awaited_size = _Node(), 0

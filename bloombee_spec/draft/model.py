@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -17,10 +18,9 @@ import torch
 
 from bloombee_spec.draft.base import Drafter, Proposal, never
 from bloombee_spec.draft.causal_lm import TreeModel
+from bloombee_spec.draft.coupling import NoiseSource
 from bloombee_spec.draft.lm_stream import Guess, LMStream, TreeNode
 from bloombee_spec.draft.vocabulary import check_same_vocabulary
-
-NoiseSource = Callable[[int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,16 @@ class ModelDrafter(Drafter):
 
     def fork(self) -> ModelDrafter:
         """A drafter for another stream on the same weights; only the KV cache is its own."""
-        twin = ModelDrafter(self.model, config=self.config)
-        twin._usable, twin._noise, twin._temperature = self._usable, self._noise, self._temperature
+        twin = copy(self)
+        twin._stream = LMStream(self.model, twin._rank)
         return twin
 
     def couple(self, noise: NoiseSource | None, temperature: float) -> None:
-        """Draw as the target draws, so that both draw the same token wherever they nearly agree.
+        """Rank proposals as the target ranks tokens: the smallest `E / q` first.
 
-        The target commits `argmin E / p`, p at the temperature; the best proposals are the smallest `E / q` for the
-        same noise.
-
-        :param noise: position of a token in the sequence (the first one is 0) -> Exp(1) noise `[vocab]` for it, the
-            same at each call
-        :param temperature: the target's, 0 for greedy
+        :param noise: position of a token in the sequence (the first one is 0) -> the target's Exp(1) noise `[vocab]`
+            for it
+        :param temperature: the target's; 0 for greedy, where there is no noise
         """
         if temperature < 0 or (noise is not None and temperature == 0):
             raise ValueError(f"temperature must be positive with noise and not negative without, got {temperature}")

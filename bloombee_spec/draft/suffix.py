@@ -112,7 +112,9 @@ class SuffixDrafter(Drafter):
 
     def _touch_best(self, cursors: list[Cursor]) -> None:
         """A segment is of use when it knows a longer context than the stream's own text does."""
-        best, _, length = max(cursors, key=lambda cursor: cursor[2])
+        lengths = [index.continued(state, length) for index, state, length in cursors]
+        length = max(lengths)
+        best = cursors[lengths.index(length)][0]
         if self.corpus is not None and isinstance(best, Segment) and length >= self.config.min_match:
             self.corpus.touch(best)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
@@ -38,6 +41,9 @@ def check_same_vocabulary(
                 f"the target has {target_size} token ids and the drafter {draft_size}; pass both tokenizers to show "
                 "that the difference is only padding"
             )
+        logger.warning(
+            "The vocabularies of target and drafter have the same size, but were not compared: no tokenizers"
+        )
         return target_size
     for probe in PROBES:
         target_ids, draft_ids = _encode(target_tokenizer, probe), _encode(draft_tokenizer, probe)

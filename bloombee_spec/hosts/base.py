@@ -77,8 +77,16 @@ class Host(ABC):
         """Final norm and LM head of the client: `[n, hidden]` to `[n, vocab]` fp32."""
 
     @abstractmethod
-    def new_session(self, model: Any, max_length: int) -> Any:
-        """The host's own inference session, not entered yet: `step`, `position`."""
+    def new_session(self, model: Any, max_length: int, timeout: float | None = None) -> Any:
+        """The host's own inference session, without I/O yet: `step`, `position`.
+
+        :param timeout: instead of the host's own retries, raise at the first failure, or when a server has not answered
+            for so many seconds
+        """
+
+    @abstractmethod
+    def session_route(self, session: Any) -> list[Span]:
+        """Where the session runs; empty before its first step."""
 
     @abstractmethod
     def close_session(self, session: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import threading
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib import metadata
@@ -98,16 +97,23 @@ class BloomBeeHost(Host):
             normed = model.transformer.ln_f(hidden.to(head.weight.device, model.dtype))
             return head(normed[None])[0].float()  # type: ignore[no-any-return]
 
-    def new_session(self, model: Any, max_length: int) -> Any:
+    def new_session(self, model: Any, max_length: int, timeout: float | None = None) -> Any:
         from bloombee.client.inference_session import InferenceSession
 
-        return InferenceSession(_manager(model), max_length)
+        from bloombee_spec.hosts.sessions import FailFastSession
+
+        if timeout is None:
+            return InferenceSession(_manager(model), max_length)
+        return FailFastSession(_manager(model), max_length, timeout)
+
+    def session_route(self, session: Any) -> list[Span]:
+        spans = [one.span for one in session._server_sessions]
+        return [Span(span.peer_id.to_base58(), span.start, span.end) for span in spans]
 
     def close_session(self, session: Any) -> None:
-        # A host session can raise, or wait for ever, while closing: never on the caller's thread without an end.
-        thread = threading.Thread(target=lambda: _quietly(lambda: session.__exit__(None, None, None)), daemon=True)
-        thread.start()
-        thread.join(CLOSE_TIMEOUT)
+        from bloombee_spec.hosts.sessions import aclose
+
+        _quietly(lambda: self.run(aclose(session), CLOSE_TIMEOUT))
 
     def close(self, model: Any) -> None:
         for manager in _restricted_managers(model).values():

@@ -7,10 +7,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from bloombee_spec.plan.acceptance import AcceptanceModel
+from bloombee_spec.plan.acceptance import AcceptanceModel, Rates
 from bloombee_spec.plan.decision import DraftCost, Limits, Mode, Plan
 from bloombee_spec.plan.route import Route
 from bloombee_spec.plan.sizing import choose, evaluate, off_plan
+
+SAME_RATE = 0.004  # acceptance estimates this close are the same
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,7 @@ class Planner:
         self._since_search = 0
         self._since_probe = 0
         self._probe_gap = self.hysteresis.probe_laps
-        self._verdicts_seen = 0
+        self._searched: tuple[Rates, Route, DraftCost] | None = None  # what the last search was told
         self._hits_before = 0.0
         self._on_laps = 0
 
@@ -104,6 +106,8 @@ class Planner:
         current, rules = self._plan, self.hysteresis
         assert current is not None
         rates = self.acceptance.rates()
+        if not self._moved(rates, route, draft):
+            return current
         if current.mode is Mode.OFF:
             return self._adopt(choose(rates, route, draft, self.limits, min_gain=rules.enter))
         best = choose(rates, route, draft, self.limits, min_gain=rules.stay)
@@ -113,6 +117,15 @@ class Planner:
             self._plan = kept
             return kept
         return self._adopt(best)
+
+    def _moved(self, rates: Rates, route: Route, draft: DraftCost) -> bool:
+        """Whether the estimates differ from those of the last search by enough to search again."""
+        if self._searched is not None and self._searched[1:] == (route, draft):
+            pairs = zip((p for row in self._searched[0] for p in row), (p for row in rates for p in row))
+            if all(abs(before - now) < SAME_RATE for before, now in pairs):
+                return False
+        self._searched = (rates, route, draft)
+        return True
 
     def _adopt(self, plan: Plan) -> Plan:
         before = self._plan

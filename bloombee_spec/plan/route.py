@@ -132,7 +132,10 @@ def plain_lap(route: Route) -> float:
     """Seconds per token without speculation: N legs when the first stage restarts by itself, N + 1 through the
     client.
     """
-    start = route.restart.time(1) if route.restart is not None else route.downlink.time(1) + route.uplink.time(1)
+    if route.restart is None:
+        start = route.downlink.time(1) + route.uplink.time(1)
+    else:  # a single stage tells itself
+        start = route.restart.time(1) if len(route.stages) > 1 else 0.0
     return start + route.pipe_time(1)
 
 

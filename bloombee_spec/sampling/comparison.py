@@ -2,8 +2,7 @@
 ring.
 
 All of them draw from the target p exactly, on one condition that the keyed rule does not have: the drafts must be
-independent draws from the very q that is passed in. A deterministic draft, or one made with the keyed noise, gives
-another law (see `profiles.py`).
+independent draws from the very q that is passed in, made with randomness that nothing else uses (see `profiles.py`).
 
 Shapes: `p [batch, k + 1, vocab]` is the target after 0 .. k drafted tokens, `q [batch, k, vocab]` what they were drawn
 from, `drafted [batch, k]`. Rows are probabilities; arithmetic is in float64.

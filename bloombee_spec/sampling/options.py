@@ -180,7 +180,7 @@ def _resolved_max_length(options: dict[str, Any], prompt_length: int) -> int:
 
 
 def _new_tokens_take_precedence() -> bool:
-    """Whether `generate` of the installed transformers overwrites min_length where min_new_tokens is set (since 4.40)."""
+    """Whether the installed `generate` overwrites min_length where min_new_tokens is set (since 4.40)."""
     from transformers.generation.utils import GenerationMixin
 
     return hasattr(GenerationMixin, "_prepare_generated_length")

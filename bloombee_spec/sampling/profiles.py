@@ -1,7 +1,7 @@
 """What each acceptance rule demands of the drafts, whether it is exact, and what one verification costs on the wire.
 
 One rule per session. In particular the keyed noise, which the keyed rule shares with the drafter, must never meet a
-test of p against q: given the noise, the draft is not a draw from q any more, and the output is biased.
+test of p against q: a rejected draft says something about the noise, and whatever is drawn with it next is biased.
 """
 
 from __future__ import annotations

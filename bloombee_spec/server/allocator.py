@@ -2,7 +2,7 @@
 
 The host's `MemoryCache.allocate_cache` must be entered in another process than the one that computes, as its connection handlers
 do. A small forked child enters and leaves it on behalf of the servicer, which lives in the computing process. When that process
-dies, the child sees its pipe close and exits; when the child dies, the host's health check restarts the server.
+dies, the child notices and exits; when the child dies, the host's health check restarts the server.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import multiprocessing as mp
 import multiprocessing.connection
+import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 from hivemind.utils.logging import get_logger
 
 logger = get_logger(__name__)
+
+PARENT_CHECK_S = 1.0
 
 Handles = tuple[int, ...]
 
@@ -83,8 +86,9 @@ class CacheAllocator:
             self._send(("free", ticket))
 
     def shutdown(self) -> None:
-        with contextlib.suppress(OSError):
-            self._here.close()
+        # Other forked children hold copies of the pipe's end, so closing it here would not be seen as its end.
+        with contextlib.suppress(AllocationRefused):
+            self._send(("stop",))
         self._process.join(5)
         if self._process.is_alive():
             self._process.kill()
@@ -144,7 +148,9 @@ async def _serve_async(memory_cache: Any, pipe: multiprocessing.connection.Conne
             loop.remove_reader(pipe.fileno())
             gone.set()
             return
-        if message[0] == "allocate":
+        if message[0] == "stop":
+            gone.set()
+        elif message[0] == "allocate":
             releases[message[1]] = asyncio.Event()
             task = asyncio.create_task(hold(*message[1:]))
             holders.add(task)
@@ -152,8 +158,16 @@ async def _serve_async(memory_cache: Any, pipe: multiprocessing.connection.Conne
         elif message[1] in releases:
             releases[message[1]].set()
 
+    async def watch_parent() -> None:
+        parent = os.getppid()
+        while os.getppid() == parent:
+            await asyncio.sleep(PARENT_CHECK_S)
+        gone.set()
+
     loop.add_reader(pipe.fileno(), on_message)
+    watch = asyncio.create_task(watch_parent())
     await gone.wait()
+    watch.cancel()
     for release in releases.values():
         release.set()
     if holders:

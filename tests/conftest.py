@@ -1,0 +1,40 @@
+"""One real swarm for all tests that only decode: plugin servers with overlapping spans, in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from swarm_helpers import SPANS, VOCAB, load_local
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def toy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from benchmarks.toy_models import make_toy_llama
+
+    return make_toy_llama(tmp_path_factory.mktemp("toy") / "llama", num_layers=8, vocab_size=VOCAB, eos_token_id=None)
+
+
+@pytest.fixture(scope="session")
+def toy_local(toy_path: Path) -> Any:
+    return load_local(toy_path)
+
+
+@pytest.fixture(scope="session")
+def swarm(toy_path: Path) -> Iterator[Any]:
+    from benchmarks.inprocess_swarm import InProcessSwarm
+    from bloombee_spec.hosts.base import load_host
+    from bloombee_spec.server.config import SpecServerConfig
+
+    server = load_host().server_class(SpecServerConfig(alloc_timeout=10.0))
+    with InProcessSwarm(toy_path, SPANS, server_factory=server, attn_cache_tokens=16384) as running:
+        yield running

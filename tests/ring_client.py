@@ -1,0 +1,143 @@
+"""One client's session at all stages of a `World`, with the real decoder; stands in for `Ring`."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from bloombee_spec.client.decoder import RingDecoder
+from bloombee_spec.client.ring import RingError
+from bloombee_spec.config import SpecConfig
+from bloombee_spec.draft.base import Drafter
+from bloombee_spec.kv.buffer import KVShape
+from bloombee_spec.server.session import CLIENT, COMMIT, DATA, StageSession
+from bloombee_spec.wire.frames import CommitFrame, ControlFrame, RewindFrame, decode
+from bloombee_spec.wire.messages import SESSION_BYTES, Open, Rule
+from tests.ring_model import POISON
+from tests.ring_world import Link, World
+
+
+class Client:
+    """:param interrupt_after: steps of the world after which waiting for an event raises KeyboardInterrupt, once"""
+
+    def __init__(self, world: World, config: SpecConfig, new_drafter: Callable[[], Drafter | None] = lambda: None):
+        self.world, shape, number = world, world.shape, len(world.clients)
+        self.arena, self.embeds, self.verifies = min(shape.arena, config.max_candidates), shape.embed, shape.verify
+        self.max_prefill = shape.chunk
+        self.spans = [SimpleNamespace(peer=f"stage{i}") for i in range(len(shape.blocks))]
+        self.infos = [SimpleNamespace(dtype="float64", hidden=1)]
+        self.events = SimpleNamespace(get=self._get)
+        self.interrupt_after: int | None = None
+        self.received: list[tuple[float, Any]] = []  # (time, frame) from the last stage
+        self.sent: list[Any] = []  # prefix and candidate frames
+        self._inbox: deque[Any] = deque()
+        self._gone = False
+        n = len(self.spans)
+        self._back = [Link(world, f"stage {i} to client {number}", self._from_stage, None) for i in range(n)]
+        self.sessions = [self._session(i, number) for i in range(n)]
+        self._up = [Link(world, f"client {number} to stage {i}", self._receiver(i, CLIENT), i) for i in range(n)]
+        for i, session in enumerate(self.sessions):
+            self._link_later(i, session)
+        world.clients.append(self)
+        host: Any = SimpleNamespace(embed=lambda _, tokens: world.model.embed(tokens), logits=lambda _, rows: world.model.logits(rows))
+        stand_in: Any = self
+        self.decoder = RingDecoder(
+            host, world.model, stand_in, config, lanes=shape.lanes, max_length=shape.max_length, new_drafter=new_drafter
+        )
+
+    def _session(self, index: int, number: int) -> StageSession:
+        shape, n = self.world.shape, len(self.world.shape.blocks)
+        first, last = sum(shape.blocks[:index]), index == n - 1
+        opened = Open(
+            session=bytes([number]) * SESSION_BYTES, stage=index, stages=n, start=first, end=first + shape.blocks[index],
+            lanes=shape.lanes, max_length=shape.max_length, arena=self.arena, previous=f"stage{index - 1}" if index else None,
+            next=None if last else f"stage{index + 1}", verifier=f"stage{n - 1}" if shape.verify else None,
+            listeners=tuple(f"stage{i}" for i in range(n - 1)) if shape.verify and last else (),
+            embed=shape.embed and index == 0, verify=shape.verify and last, codec="raw", codec_in="raw",
+        )  # fmt: skip
+        handles = tuple(range(len(self.world.buffers), len(self.world.buffers) + shape.lanes))
+        size = KVShape(shape.blocks[index], 1, 1, self.arena, shape.max_length).size
+        self.world.buffers.update({handle: torch.full(size, POISON, dtype=torch.float64) for handle in handles})
+        loop: Any = SimpleNamespace(call_soon_threadsafe=lambda function, *args: function(*args))
+        box: Any = self._back[index]
+        session = StageSession(
+            opened, f"client{number}", number, handles, box, hidden_size=1, dtype=torch.float64,
+            vocab_size=self.world.model.vocab, max_prefill=shape.chunk, device=torch.device("cpu"), head=self.world.head,
+            loop=loop,
+        )  # fmt: skip
+        self.world.stages[index].sessions[session.key] = session
+        return session
+
+    def _link_later(self, index: int, session: StageSession) -> None:
+        """Results that a stage has before its outgoing streams are open must wait, not get lost."""
+        world, last = self.world, len(self.spans) - 1
+        following: Any = None
+        if index < last:
+            following = Link(world, f"stage {index} to {index + 1}", self._receiver(index + 1, DATA), index + 1)
+        targets = range(last) if session.open.verify else ()
+        listeners: Any = [Link(world, f"commits to {j}", self._receiver(j, COMMIT), j) for j in targets]
+        Link(world, f"link stage {index}", lambda _: session.link(following, listeners), index).put_bytes(b"")
+
+    # ---------------------------------------------------------------- frames
+
+    def _receiver(self, index: int, source: str) -> Callable[[bytes], None]:
+        def receive(data: bytes) -> None:
+            if self._gone:
+                return
+            session, frame = self.sessions[index], decode(data)
+            if isinstance(frame, ControlFrame):
+                session.set_rule(Rule.from_wire(frame.message))
+            else:
+                session.accept(frame, source, len(data))
+            self.world.stages[index].pool.wake()
+
+        return receive
+
+    def _from_stage(self, data: bytes) -> None:
+        frame = decode(data)
+        self.received.append((self.world.now, frame))
+        self._inbox.append(RingError(frame.message["reason"]) if isinstance(frame, ControlFrame) else frame)
+
+    def _get(self, timeout: float) -> Any:
+        while not self._inbox:
+            if self.interrupt_after is not None:
+                self.interrupt_after -= 1
+                if self.interrupt_after < 0:
+                    self.interrupt_after = None
+                    raise KeyboardInterrupt
+            if not self.world.step():
+                raise queue.Empty
+        return self._inbox.popleft()
+
+    def send(self, frame: Any, stage: int = 0) -> int:
+        assert len(self.decoder.streams[frame.lane].tree) <= self.arena, "more candidates than credits"
+        self.sent.append(frame)
+        return self._up[stage].put(frame)
+
+    def send_rule(self, rule: Rule) -> None:
+        for stage in sorted({0, len(self.spans) - 1}):
+            self._up[stage].put(ControlFrame(rule.to_wire()))
+
+    def broadcast(self, frame: CommitFrame | RewindFrame) -> int:
+        return sum(link.put(frame) for link in self._up)
+
+    def rewind(self, lane: int, epoch: int, position: int) -> None:
+        self.broadcast(RewindFrame(lane, epoch, position))
+
+    def close(self) -> list[None]:
+        return []
+
+    def vanish(self) -> None:
+        """The control streams break: every stage drops the session, at any point of a forward."""
+
+        def retire(index: int) -> Callable[[bytes], None]:
+            return lambda _: self.world.stages[index].retire(self.sessions[index])
+
+        self._gone = True
+        for index in range(len(self.sessions)):
+            Link(self.world, f"client leaves stage {index}", retire(index), index).put_bytes(b"")
