@@ -1,10 +1,9 @@
-"""Would references pay? Variance, entropy and quantisation error of rows, alone and against rows that the receiver
-holds.
-"""
+"""Would references pay? Variance, entropy and quantisation error of rows, against rows that the receiver holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +43,7 @@ def gather(recordings: Sequence[Recording], boundary: int) -> Rows:
 
 def outlier_table(recordings: Sequence[Recording]) -> str:
     lines = [
-        "| prompts | after block | rms of a row | kurtosis | channels with the largest rms | their share of the energy |",
+        "| prompts | after block | rms | kurtosis | channels with the largest rms | their share of the energy |",
         "|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(r.kind for r in recordings):
@@ -64,8 +63,8 @@ def outlier_table(recordings: Sequence[Recording]) -> str:
 def variance_table(recordings: Sequence[Recording]) -> str:
     """Energy of the difference to a reference as a share of the row's energy; in brackets, of the median channel's."""
     lines = [
-        "| prompts | after block | mean of the prompt's rows | parent | parent, best factor per channel | first sibling | "
-        "first sibling, best factor per channel |",
+        "| prompts | after block | mean of the prompt's rows | parent | parent, best factor per channel | "
+        "first candidate | first candidate, best factor per channel |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind in dict.fromkeys(r.kind for r in recordings):
@@ -90,19 +89,14 @@ def _share(rows: torch.Tensor, residual: torch.Tensor) -> str:
 
 
 def _residual(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """What the best affine prediction of each channel from the same channel of the reference leaves, fitted on these
-    rows.
-    """
+    """What the best affine prediction of each channel from the reference's leaves, fitted on these very rows."""
     dims = tuple(range(rows.ndim - 1))
     x, y = rows - rows.mean(dims), reference - reference.mean(dims)
     return x - (x * y).sum(dims) / (y * y).sum(dims) * y
 
 
 def entropy_table(recordings: Sequence[Recording]) -> str:
-    """Bits per bf16 value:
-
-    order-0 parts, conditional coding by tables fitted on half of the prompts, and a Gaussian bound.
-    """
+    """Bits per bf16 value: in parts, then conditional on the parent, by tables fitted on the other half of the prompts."""
     lines = [
         "| after block | sign | exponent | mantissa | sum | exponent and sign, given the parent's | sum | "
         "Gaussian around the best prediction from the parent |",
@@ -162,75 +156,80 @@ def _gaussian_bits(rows: torch.Tensor, mean: torch.Tensor, deviation: torch.Tens
 
 
 def error_table(recordings: Sequence[Recording]) -> str:
-    """Relative error of lossy codecs at the same size, for rows against a reference, as the receiver would decode
-    them.
+    """Relative error of lossy codecs for rows against a reference, closed loop: references are what the receiver decoded.
+
+    In brackets the net gain in bits per value: log2 of the reduction of the error, less what a basis itself costs.
     """
-    names = (
-        "no reference",
-        "mean of the prompt",
-        "parent",
-        "half of the parent",
-        "siblings alone",
-        "siblings, first",
-        "siblings, basis of 4",
-    )
-    lines = [f"| codec | after block | {' | '.join(names)} |", "|---|---|" + "---|" * len(names)]
+    lines = [
+        "| codec | after block | alone | mean of the prompt | parent | half of the parent | candidates alone | first one | "
+        "basis of 1 | basis of 4 |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
     for name in ("int8", "tah4", "tah3"):
-        codec = get_codec(name)
-
-        def through(rows: torch.Tensor) -> torch.Tensor:
-            return codec.decode(codec.encode(rows), *rows.shape, rows.dtype)  # noqa: B023: used within this turn
-
         for boundary in BOUNDARIES:
-            sums = [[0.0, 0.0] for _ in names]
-            for r in recordings:
-                for total, (error, energy) in zip(sums, _errors(r, boundary, through)):
-                    total[0] += error
-                    total[1] += energy
-            lines.append(f"| {name} | {boundary} | {' | '.join(f'{(e / t) ** 0.5:.4f}' for e, t in sums)} |")
+            single, grouped = _single_errors(recordings, boundary, name), _grouped_errors(recordings, boundary, name)
+            cells = [*_with_gain(single), *_with_gain(grouped)]
+            lines.append(f"| {name} | {boundary} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _errors(r: Recording, boundary: int, through: Callable[[torch.Tensor], torch.Tensor]) -> list[tuple[float, float]]:
-    prompt, steps = r.prompt[boundary].float(), r.steps[boundary].float()
-    rows, held = steps[:, 0], through(prompt)
-    mean = held[1:].mean(0)
-    decoded = [
-        through(rows),
-        through(rows - mean) + mean,
-        _chain(rows, held[-1], 1.0, through),
-        _chain(rows, held[-1], 0.5, through),
-    ]
-    results = [(float((d - rows).pow(2).sum()), float(rows.pow(2).sum())) for d in decoded]
-    siblings = steps[:, 1:]
-    flat = siblings.flatten(0, 1)
-    first = decoded[0][:, None].expand_as(siblings).flatten(0, 1)
-    for reference in (torch.zeros_like(flat), first, _basis(steps, through)):
-        back = through(flat - reference) + reference
-        results.append((float((back - flat).pow(2).sum()), float(flat.pow(2).sum())))
-    return results
+def _with_gain(errors: Sequence[tuple[float, float]]) -> list[str]:
+    alone = errors[0][0]
+    gains = [math.log2(alone / error) - cost for error, cost in errors[1:]]
+    return [f"{alone:.4f}", *(f"{error:.4f} ({gain:+.2f})" for (error, _), gain in zip(errors[1:], gains))]
 
 
-def _chain(
-    rows: torch.Tensor, last: torch.Tensor, factor: float, through: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _through(name: str, rows: torch.Tensor) -> torch.Tensor:
+    flat = rows.reshape(-1, rows.shape[-1])
+    codec = get_codec(name)
+    return codec.decode(codec.encode(flat), *flat.shape, flat.dtype).view(rows.shape)
+
+
+def _relative(back: torch.Tensor, rows: torch.Tensor) -> float:
+    """Root mean square, over rows, of the relative error of a row."""
+    return float(((back - rows).pow(2).sum(-1) / rows.pow(2).sum(-1)).mean().sqrt())
+
+
+def _single_errors(recordings: Sequence[Recording], boundary: int, name: str) -> list[tuple[float, float]]:
+    """Candidate 0 of each step against nothing, the mean of its prompt's rows, its parent, half of its parent."""
+    rows: list[torch.Tensor] = []
+    backs: list[list[torch.Tensor]] = [[], [], [], []]
+    for r in recordings:
+        own = r.steps[boundary][:, 0].float()
+        held = _through(name, r.prompt[boundary].float())
+        mean = held[1:].mean(0)
+        rows.append(own)
+        backs[0].append(_through(name, own))
+        backs[1].append(_through(name, own - mean) + mean)
+        backs[2].append(_chain(name, own, held[-1], 1.0))
+        backs[3].append(_chain(name, own, held[-1], 0.5))
+    return [(_relative(torch.cat(back), torch.cat(rows)), 0.0) for back in backs]
+
+
+def _chain(name: str, rows: torch.Tensor, last: torch.Tensor, factor: float) -> torch.Tensor:
     """Each row against `factor` times its parent, as decoded."""
     decoded = []
     for row in rows:
-        last = through((row - factor * last)[None])[0] + factor * last
+        last = _through(name, (row - factor * last)[None])[0] + factor * last
         decoded.append(last)
     return torch.stack(decoded)
 
 
-def _basis(steps: torch.Tensor, through: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Projections of each step's siblings on the four strongest directions of all its candidates, sent with the same
-    codec.
-    """
-    directions = torch.linalg.svd(steps, full_matrices=False).Vh[:, :4]
-    sent = through(directions.flatten(0, 1)).view_as(directions)
-    siblings = steps[:, 1:]
-    weights = torch.linalg.lstsq(sent.transpose(1, 2), siblings.transpose(1, 2)).solution
-    return (sent.transpose(1, 2) @ weights).transpose(1, 2).flatten(0, 1)
+def _grouped_errors(recordings: Sequence[Recording], boundary: int, name: str) -> list[tuple[float, float]]:
+    """All candidates of a step against nothing, the first of them, and their strongest directions, sent as rows."""
+    steps = torch.cat([r.steps[boundary].float() for r in recordings])
+    count, width = steps.shape[1:]
+    bits = get_codec(name).max_bytes(1, width, steps.dtype) * 8 / width
+    alone = _through(name, steps)
+    against_first = torch.cat([alone[:, :1], _through(name, steps[:, 1:] - alone[:, :1]) + alone[:, :1]], dim=1)
+    errors = [(_relative(alone, steps), 0.0), (_relative(against_first, steps), 0.0)]
+    directions = torch.linalg.svd(steps, full_matrices=False).Vh
+    for rank in (1, 4):
+        basis = _through(name, directions[:, :rank]).transpose(1, 2)
+        reference = (basis @ torch.linalg.lstsq(basis, steps.transpose(1, 2)).solution).transpose(1, 2)
+        back = _through(name, steps - reference) + reference
+        errors.append((_relative(back, steps), bits * rank / count))
+    return errors
 
 
 def spectrum(recordings: Sequence[Recording], boundary: int) -> torch.Tensor:

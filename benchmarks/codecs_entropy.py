@@ -1,6 +1,4 @@
-"""Which library should code the symbols of the lossless codec? constriction, zstandard and blosc2 on the same
-planes.
-"""
+"""Which library should code the symbols of the lossless codec? constriction, zstandard, blosc2 compared."""
 
 from __future__ import annotations
 

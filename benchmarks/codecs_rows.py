@@ -48,9 +48,7 @@ def load_model(dtype: torch.dtype) -> tuple[Any, Any]:
 
 @contextmanager
 def tap(model: Any, transform: Transform) -> Iterator[None]:
-    """While open, `transform(rows [batch, tokens, hidden], boundary)` sees, and may replace, what crosses each
-    boundary.
-    """
+    """While open, `transform(rows [batch, tokens, hidden], boundary)` sees, and may replace, what crosses."""
 
     def hook(boundary: int) -> Callable[..., Any]:
         def replace(module: Any, inputs: Any, output: Any) -> Any:

@@ -10,8 +10,8 @@ or give it a name for everybody who installs your package, in its pyproject.toml
     [project.entry-points."bloombee_spec.drafters"]
     lookup = "your_package.custom_drafter:LookupDrafter"
 
-and then `drafter="lookup"`, or `drafter="mix:lookup+model:PATH"`. A constructor is called once for each stream (row of the
-batch), with those of the keywords `tokenizer`, `vocab_size` and `argument` (from "lookup:ARGUMENT") that it names.
+and then `drafter="lookup"`, or `drafter="mix:lookup+model:PATH"`. A constructor is called once for each stream (row of
+the batch), with those of the keywords `tokenizer`, `vocab_size` and `argument` (from "lookup:ARGUMENT") that it names.
 """
 
 from __future__ import annotations

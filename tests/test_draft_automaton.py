@@ -35,21 +35,25 @@ def _reference_levels(text: Sequence[int], context: Sequence[int], longest: int)
             followed = [end for end in ends if end < len(text)]
             tokens = {text[end] for end in followed}
             levels.append(
-                (n, sorted((t, sum(text[e] == t for e in followed), max(e for e in followed if text[e] == t)) for t in tokens))
+                (
+                    n,
+                    sorted(
+                        (t, sum(text[e] == t for e in followed), max(e for e in followed if text[e] == t))
+                        for t in tokens
+                    ),
+                )
             )
     return levels
 
 
 @given(text=small_texts, context=contexts, max_context=st.integers(1, 6))
 def test_counts_and_positions_are_those_of_a_full_scan(text: list[int], context: list[int], max_context: int) -> None:
-    # Seen to fail without the count or the position copied on a split, and without the walk after a split in `_count_tail`.
+    # Seen to fail without the count or the position copied on a split, and without the first walk in `_count_tail`.
     index = SuffixAutomaton(max_context)
     index.extend(text)
     state, length = index.locate(context)
     assert length == _longest(text, context)
-    levels = [
-        (n, sorted(index.followers(level, 10))) for n, level in index.levels(state, length, 1, max_context)
-    ]
+    levels = [(n, sorted(index.followers(level, 10))) for n, level in index.levels(state, length, 1, max_context)]
     assert levels == _reference_levels(text, context, max_context)
 
 
@@ -81,7 +85,7 @@ def test_nothing_is_said_about_a_context_with_too_many_followers() -> None:
     index = SuffixAutomaton(2)
     for token in range(1, 5):
         index.extend((0, token))
-    state, length = index.locate([0])
+    state, _ = index.locate([0])
     assert len(index.followers(state, 4)) == 4
     assert index.followers(state, 3) == []
 

@@ -1,4 +1,4 @@
-"""The model drafter: its tree says what plain runs of the model say, and nothing that stays possible is computed twice."""
+"""The model drafter: its tree says what plain runs of the model say, and what stays possible is not computed twice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def forward(self, cache: Any, tokens: Sequence[int], positions: Sequence[int], visible: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, cache: Any, tokens: Sequence[int], positions: Sequence[int], visible: torch.Tensor
+    ) -> torch.Tensor:
         self.rows += len(tokens)
         self.calls += 1
         return self.model.forward(cache, tokens, positions, visible)
@@ -51,7 +53,9 @@ def _counted(model: TreeModel, **config: Any) -> tuple[ModelDrafter, Counted]:
     return drafter, counted
 
 
-def _assert_probs_are_the_models(drafter: ModelDrafter, committed: list[int], path: list[int], budget: int = 12) -> None:
+def _assert_probs_are_the_models(
+    drafter: ModelDrafter, committed: list[int], path: list[int], budget: int = 12
+) -> None:
     model = drafter.model.model
     proposals = proposed(drafter, path, budget, 4, VOCAB)
     assert proposals
@@ -111,7 +115,8 @@ def test_the_tree_is_the_likeliest_one(llama: Any, tree_model: TreeModel) -> Non
         if len(chain) < 3:
             values, tokens = plain_probs(llama, prompt + list(chain)).topk(5)
             for value, token in zip(values.tolist(), tokens.tolist()):
-                frontier[(*chain, token)] = cost - math.log(value) - math.log(0.95)
+                longer = (*chain, token)
+                frontier[longer] = cost - math.log(value) - math.log(0.95)
         chain = min(frontier, key=lambda key: frontier[key])
         cost = frontier.pop(chain)
         chains.append(chain)
@@ -165,7 +170,10 @@ def test_a_layer_is_one_pass(tree_model: TreeModel) -> None:
     assert counted.calls == 1 + 2
 
 
-@given(text=st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=12), paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=3), max_size=3))
+@given(
+    text=st.lists(st.integers(0, VOCAB - 1), min_size=2, max_size=12),
+    paths=st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=3), max_size=3),
+)
 @settings(max_examples=20, deadline=None)
 def test_proposing_leaves_no_trace(tree_model: TreeModel, text: list[int], paths: list[list[int]]) -> None:
     asking, silent = ModelDrafter(tree_model), ModelDrafter(tree_model)
@@ -289,7 +297,9 @@ def _config(name: str, **fields: Any) -> Any:
     return getattr(transformers, f"{name}Config")(vocab_size=VOCAB, **fields)
 
 
-_LLAMA_LIKE = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+_LLAMA_LIKE = dict(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Qwen2": lambda: _config("Qwen2", **_LLAMA_LIKE),
     "Mistral": lambda: _config("Mistral", sliding_window=16, **_LLAMA_LIKE),
@@ -317,7 +327,9 @@ def test_a_family_drafts_correctly_or_is_refused(family: str) -> None:
         drafter = ModelDrafter(model)
     except ValueError as error:
         assert "cannot draft trees" in str(error)
-        assert family in ("GPT2", "GPTNeoX", "Falcon", "Bloom", "Mamba"), error  # some of them with old transformers only
+        assert family in ("GPT2", "GPTNeoX", "Falcon", "Bloom", "Mamba"), (
+            error
+        )  # some of them with old transformers only
         return
     assert family not in ("Bloom", "Mamba")
     drafter.start([1, 2, 3])
@@ -336,7 +348,9 @@ def test_half_precision(llama: Any) -> None:
     assert accepted(proposed(drafter, (), 20), greedy(model, [1, 2, 3], 1)) == 1
 
 
-@pytest.mark.parametrize("wrong", [{"siblings": 0}, {"batch": 0}, {"decay": 0}, {"decay": 1.1}, {"min_prob": 0}, {"sharpness": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"siblings": 0}, {"batch": 0}, {"decay": 0}, {"decay": 1.1}, {"min_prob": 0}, {"sharpness": 0}]
+)
 def test_impossible_configurations_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         ModelDraftConfig(**wrong)

@@ -1,4 +1,4 @@
-"""Suffix decoding: equal to a reference that scans all texts, long where text is copied, silent where there is no match."""
+"""Suffix decoding: equal to a reference that scans all texts, long where text is copied, silent without a match."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def _followers(text: Sequence[int], context: Sequence[int]) -> list[int]:
     return [end for end in range(n, len(text) + 1) if list(text[end - n : end]) == list(context)]
 
 
-def _consulted(text: Sequence[int], context: Sequence[int], config: SuffixConfig) -> tuple[list[tuple[int, list[int]]], int]:
-    """(length, positions of followers) of each suffix to consult, longest first; length of the longest followed one."""
+def _consulted(
+    text: Sequence[int], context: Sequence[int], config: SuffixConfig
+) -> tuple[list[tuple[int, list[int]]], int]:
+    """(length, positions of followers) of each suffix to consult, longest first; length of the longest with any."""
     levels: list[tuple[int, list[int]]] = []
     occurrences, reach = 0, 0
     for n in range(len(context), 0, -1):
@@ -84,7 +86,9 @@ def _reference_tree(
             for token, prob in _reference_continuations(texts, context + drafted, len(drafted), floor, config):
                 if chain * prob < config.min_prob:
                     break
-                frontier.append((-chain * prob, len(frontier) + len(proposals), Proposal(parent, token, prob), drafted))
+                frontier.append(
+                    (-chain * prob, len(frontier) + len(proposals), Proposal(parent, token, prob), drafted)
+                )
         if not frontier:
             break
         best = min(frontier, key=lambda candidate: candidate[:2])
@@ -171,7 +175,9 @@ def test_a_short_match_is_trusted_for_a_few_tokens_only() -> None:
     drafter = SuffixDrafter(SuffixConfig(alpha=2.0, min_prob=1e-6), corpus=None)
     for n in (1, 3, 5):
         drafter.start([*passage, 7, *passage[:n]])
-        assert max(len(chain_of(tree, i)) for tree in [proposed(drafter, budget=64)] for i in range(len(tree))) == 2 * n
+        assert (
+            max(len(chain_of(tree, i)) for tree in [proposed(drafter, budget=64)] for i in range(len(tree))) == 2 * n
+        )
 
 
 def test_no_match_no_proposal() -> None:

@@ -104,6 +104,22 @@ def test_numbers_are_exponential_and_independent_across_neighbours():
     assert correlation.abs().max() < 5.0 / math.sqrt(size)
 
 
+@pytest.mark.parametrize("word", [0, MASK])
+def test_the_extreme_words_give_positive_finite_numbers(word, monkeypatch):
+    """One in 2**52 of each: with E = 0 a token of probability zero could win, with an infinite E no token could."""
+
+    class Extreme:
+        def __init__(self, key, counter):
+            pass
+
+        def random_raw(self, size):
+            return np.full(size, word, dtype=np.uint64)
+
+    monkeypatch.setattr(np.random, "Philox", Extreme)
+    noise = exponential_noise(0, 0, 0, 3)
+    assert (noise > 0).all() and torch.isfinite(noise).all() and torch.isfinite(race_noise(0, 0, 0, 3)).all()
+
+
 def test_race_noise_is_minus_log_of_exponential_noise():
     noise = race_noise(1, 2, 3, 100)
     assert noise.dtype == torch.float64

@@ -50,6 +50,7 @@ OPTIONS = {
         "eta_cutoff": 0.004,
         "renormalize_logits": True,
     },
+    "stack_min_p": {"temperature": 1.1, "top_p": 0.8, "min_p": 0.3, "typical_p": 0.7, "eta_cutoff": 0.3},
     # The decay starts when the end is allowed: before version 5, transformers makes NaN of a decayed -inf.
     "stack_lengths": {
         "repetition_penalty": 1.2,

@@ -204,10 +204,17 @@ def test_prefix_position_shape_and_vocabulary_are_checked():
     assert rule.choose_many(torch.zeros(0, VOCAB), [], []) == []
 
 
-def test_count_penalties_are_those_of_their_definition():
-    spec = SamplingSpec(prompt_length=2, presence_penalty=0.5, frequency_penalty=0.25)
-    scores = ProcessorStack.from_spec(spec).scores(torch.zeros(5), [4, 4, 1, 1, 2])
-    assert scores.tolist() == [0.0, -1.0, -0.75, 0.0, 0.0]
+@pytest.mark.parametrize(
+    ("presence", "frequency", "expected"),
+    [
+        (0.5, 0.25, [0.0, -1.0, -0.75, 0.0, 0.0]),
+        (0.5, 0.0, [0, -0.5, -0.5, 0, 0]),
+        (0.0, 0.25, [0, -0.5, -0.25, 0, 0]),
+    ],
+)
+def test_count_penalties_are_those_of_their_definition(presence, frequency, expected):
+    spec = SamplingSpec(prompt_length=2, presence_penalty=presence, frequency_penalty=frequency)
+    assert ProcessorStack.from_spec(spec).scores(torch.zeros(5), [4, 4, 1, 1, 2]).tolist() == expected
 
 
 def test_logits_are_not_modified():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloombee_spec.sampling.processors import ProcessorStack
 from bloombee_spec.sampling.spec import MAX_BAD_WORDS, MAX_EOS_TOKENS, MAX_LISTED_TOKENS, SamplingSpec
 
 FULL = SamplingSpec(
@@ -53,6 +54,16 @@ def test_round_trip_through_msgpack(spec):
     packed = msgpack.packb(spec.to_wire())
     assert SamplingSpec.from_wire(msgpack.unpackb(packed)) == spec
     assert SamplingSpec.from_wire(msgpack.unpackb(packed, use_list=False)) == spec
+
+
+def test_plain_greedy_is_told_from_everything_else():
+    inert = {"prompt_length", "seed", "max_length", "eos_token_ids", "temperature", "top_k", "top_p", "min_p"}
+    inert |= {"typical_p", "epsilon_cutoff", "eta_cutoff"}
+    base = SamplingSpec(prompt_length=1, eos_token_ids=(2,), max_length=9)
+    for field in dataclasses.fields(SamplingSpec):
+        spec = dataclasses.replace(base, **{field.name: getattr(FULL, field.name)})
+        assert spec.is_plain_greedy == (field.name in inert), field.name
+        assert spec.is_plain_greedy == (not ProcessorStack.from_spec(spec).processors and not spec.do_sample)
 
 
 def test_defaults_do_not_travel():

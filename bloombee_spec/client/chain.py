@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import repeat
 
 from bloombee_spec.draft.base import Drafter
-from bloombee_spec.plan.compute import ComputeProfile
 
 ROW_COST = 0.02  # least price of a row, in laps of one row: bytes and other people's compute are never free
 CHEAP = 0.03  # a drafter that takes less than this share of a lap is asked for the longest chain
@@ -16,6 +15,8 @@ DOUBT = 0.5  # verdicts that the belief before the first one counts for: that th
 EVEN = 0.5  # and that this share of its candidates is
 FIRST = 8  # candidates to ask a drafter for whose speed is not known yet
 FORGET = 0.5 ** (1 / 64)  # of a verdict by each later one
+LAPS = 50  # laps that the lap times are remembered for
+OUTLIER = 4.0  # a lap counts as at most this many times longer than expected
 PROBE = 4  # candidates sent to see whether speculation pays again
 PATIENCE, MAX_PATIENCE = 8, 32  # laps without candidates before a probe; doubles with each probe without a hit
 
@@ -57,6 +58,37 @@ def draft_chain(drafter: Drafter, most: int, vocab_size: int) -> Chain:
     return Chain(tuple(tokens), tuple(chances))
 
 
+class LapTimes:
+    """Seconds of a lap as a straight line over its rows, fitted to recent laps.
+
+    Least squares with exponential forgetting; the slope is drawn towards `ROW_COST`, since laps of equal length say
+    nothing about it.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._rows = self._seconds = self._spread = self._joint = 0.0  # means, variance and covariance
+
+    def learn(self, rows: int, seconds: float) -> None:
+        if self._weight:
+            seconds = min(seconds, OUTLIER * self(rows))
+        self._weight = self._weight * (1 - 1 / LAPS) + 1
+        gain = 1 / self._weight
+        off_rows, off_seconds = rows - self._rows, seconds - self._seconds
+        self._rows += gain * off_rows
+        self._seconds += gain * off_seconds
+        self._spread = (1 - gain) * (self._spread + gain * off_rows**2)
+        self._joint = (1 - gain) * (self._joint + gain * off_rows * off_seconds)
+
+    def __call__(self, rows: int) -> float:
+        """Expected seconds, in laps of one row as long as none was seen."""
+        if not self._weight:
+            return _least(rows)
+        usual = ROW_COST * self._seconds / _least(self._rows)
+        slope = min((self._joint + usual) / (self._spread + 1.0), self._seconds / self._rows)
+        one = max(self._seconds - slope * (self._rows - 1), 1e-9)
+        return max(one + slope * (rows - 1), one * _least(rows))
+
+
 class ChainLength:
     """Decides for one stream, from its own verdicts and lap times.
 
@@ -70,23 +102,28 @@ class ChainLength:
 
     def __init__(self, min_chance: float):
         self._min_chance = min_chance
-        self._laps: ComputeProfile | None = None  # seconds of a lap by its rows
+        self.laps = LapTimes()
         self._drafts = 0
         self._draft_s = 0.0  # seconds per drafted candidate
         self._hits = self._expected = self._trials = 0.0  # discounted; expected: sum of the drafter's probabilities
         self._idle = 0  # laps since candidates were last sent
         self._patience = PATIENCE
+        self._probing = False
 
     def room(self, most: int) -> int:
         """How many candidates to ask the drafter for, before each lap; 0: let it rest."""
         self._idle += 1
+        self._probing = self._idle >= self._patience
         if self._drafts < 2:
             return min(most, FIRST)
-        if self._draft_s * most <= CHEAP * self._lap_s(1):
+        if self._draft_s * most <= CHEAP * self.laps(1):
             return most
         average = min(CERTAIN, (self._hits + DOUBT * EVEN) / (self._trials + DOUBT))
-        worth = self._best(repeat(average, most), lambda k: self._lap_s(k + 1) + k * self._draft_s)
-        return min(most, PROBE) if worth == 0 and self._probe_due else worth
+        worth = self._best(repeat(average, most), lambda k: self.laps(k + 1) + k * self._draft_s)
+        if worth == 0 and self._probing:
+            self._idle = 0  # asking costs time, whatever comes of it
+            return min(most, PROBE)
+        return worth
 
     def cut(self, chances: Sequence[float]) -> int:
         """How many candidates of a drafted chain to send; their drafting is paid already.
@@ -94,12 +131,12 @@ class ChainLength:
         :param chances: the drafter's probability of each, given its parent
         """
         right = (self._hits + DOUBT) / (self._expected + DOUBT)
-        length = self._best((min(CERTAIN, right * chance) for chance in chances), lambda k: self._lap_s(k + 1))
-        if length == 0 and chances and self._probe_due:
-            self._patience = min(2 * self._patience, MAX_PATIENCE)
+        length = self._best((min(CERTAIN, right * chance) for chance in chances), lambda k: self.laps(k + 1))
+        if length == 0 and self._probing:
             length = min(PROBE, len(chances))
         if length:
             self._idle = 0
+            self._patience = min(2 * self._patience, MAX_PATIENCE) if self._probing else self._patience
         return length
 
     def learn_verdicts(self, chances: Sequence[float], hits: int) -> None:
@@ -114,30 +151,13 @@ class ChainLength:
         if hits:
             self._patience = PATIENCE
 
-    def learn_lap(self, rows: int, seconds: float) -> None:
-        """A lap of so many rows took so long."""
-        if self._laps is None:
-            base = seconds / _least(rows)
-            self._laps = ComputeProfile(tuple((float(n), base * _least(n)) for n in (1, 8, 64)))
-        else:
-            self._laps = self._laps.updated(rows, seconds)
-
     def learn_drafting(self, candidates: int, seconds: float) -> None:
-        """The drafter was asked for so many candidates, whatever it found. The first time may include reading a prompt,
-        and is not learnt from.
+        """The drafter was asked for so many candidates, whatever it found. The first time, which may include reading a
+        prompt, is not learnt from.
         """
         self._drafts += 1
         if self._drafts > 1:
             self._draft_s += (0.2 if self._drafts > 2 else 1.0) * (seconds / candidates - self._draft_s)
-
-    @property
-    def _probe_due(self) -> bool:
-        return self._idle >= self._patience
-
-    def _lap_s(self, rows: int) -> float:
-        if self._laps is None:
-            return _least(rows)
-        return max(self._laps.time(rows), self._laps.time(1) * _least(rows), 1e-9)
 
     def _best(self, chances: Iterable[float], seconds: Callable[[int], float]) -> int:
         """The length with the most expected tokens per second."""
@@ -154,6 +174,6 @@ class ChainLength:
         return best
 
 
-def _least(rows: int) -> float:
+def _least(rows: float) -> float:
     """Least time of a lap, in laps of one row."""
     return 1.0 + ROW_COST * (rows - 1)

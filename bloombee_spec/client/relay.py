@@ -1,4 +1,4 @@
-"""Speculation through the host's own sessions, for swarms of plain servers: chains, verified here, rolled back by position."""
+"""Speculation on plain servers, through the host's own sessions: chains, verified here, rolled back by position."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hivemind.utils.logging import get_logger
 
 from bloombee_spec.choose import Chooser, make_chooser
 from bloombee_spec.client.chain import Chain, ChainLength, draft_chain
+from bloombee_spec.client.connection import STEP_ROWS, Connection, Lap
 from bloombee_spec.client.stats import Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
@@ -22,74 +23,9 @@ from bloombee_spec.hosts.base import Host, Span
 
 logger = get_logger(__name__)
 
-STEP_ROWS = 1024  # the host's servers refuse steps that are much longer; a longer prompt takes several
-
 
 class RelayError(RuntimeError):
     """The host's sessions broke more often than the configuration allows."""
-
-
-@dataclass(eq=False)
-class Lap:
-    """One round trip of a stream: rows for `committed[start:]` and for the chain behind them."""
-
-    lane: int
-    chain: Chain
-    tokens: tuple[int, ...]
-    start: int
-    deadline: float = 0.0
-    seconds: float = 0.0
-    hidden: Any = None  # [len(chain) + 1, hidden]: the rows that are verified
-    error: Exception | None = None
-
-    @property
-    def steps(self) -> int:
-        return -(-len(self.tokens) // STEP_ROWS)
-
-
-class Connection:
-    """One host session. Its steps block, so each lap has a thread of its own; there are never two at a time."""
-
-    def __init__(self, host: Host, model: Any, session: Any):
-        self._host, self._model, self.session = host, model, session
-        self._lock = threading.Lock()
-        self._busy = self._closed = False
-
-    def start(self, lap: Lap, delay: float, answer: Callable[[Lap], None]) -> None:
-        """Run the lap after `delay` seconds and hand it over with its result, from another thread."""
-        self._busy = True
-        threading.Thread(target=self._run, args=(lap, delay, answer), name="relay-lap", daemon=True).start()
-
-    def close(self) -> None:
-        """End the session; one that is in a lap ends after it. Bounded in time, never raises."""
-        with self._lock:
-            self._closed, busy = True, self._busy
-        if not busy:
-            self._host.close_session(self.session)
-
-    def _run(self, lap: Lap, delay: float, answer: Callable[[Lap], None]) -> None:
-        time.sleep(delay)
-        started = time.perf_counter()
-        try:
-            lap.hidden = self._step(lap)
-        except Exception as e:
-            lap.error = e
-        lap.seconds = time.perf_counter() - started
-        with self._lock:
-            self._busy, closed = False, self._closed
-        if closed:
-            self._host.close_session(self.session)
-        answer(lap)
-
-    def _step(self, lap: Lap) -> torch.Tensor:
-        if self.session.position > lap.start:
-            self.session.position = lap.start
-        outputs = []
-        with torch.inference_mode():
-            for at in range(0, len(lap.tokens), STEP_ROWS):
-                rows = self._host.embed(self._model, lap.tokens[at : at + STEP_ROWS])
-                outputs.append(self.session.step(rows[None])[0])
-            return torch.cat(outputs[-2:])[-len(lap.chain) - 1 :]
 
 
 @dataclass(eq=False)
@@ -101,7 +37,7 @@ class RelayStream:
     length: ChainLength
     committed: list[int] = field(default_factory=list)
     held: int = 0  # leading committed tokens whose KV the servers have
-    request: StreamRequest = StreamRequest((), 0)
+    request: StreamRequest = field(default_factory=lambda: StreamRequest((), 0))
     chooser: Chooser | None = None
     finished: bool = True
     tally: Tally = field(default_factory=Tally)
@@ -123,9 +59,8 @@ class RelayStream:
 
     def draft(self, config: SpecConfig, vocab_size: int) -> Chain:
         """What to send behind the last committed token: nothing at the limit or beyond, where nothing is verified."""
-        most = min(
-            config.max_candidates, config.max_depth, self.request.limit - len(self.committed) - 1, STEP_ROWS - 1
-        )
+        left = self.request.limit - len(self.committed) - 1
+        most = min(config.max_candidates, config.max_depth, left, STEP_ROWS - 1)
         if self.drafter is None or most <= 0:
             return Chain()
         started = time.perf_counter()
@@ -160,7 +95,7 @@ class RelayStream:
         self.held = lap.start + len(lap.tokens) - len(chain) + hits
         self.length.learn_verdicts(chain.chances[: hits if hit else hits + 1], hits)
         if lap.start and len(lap.tokens) == len(chain) + 1:  # not a prompt
-            self.length.learn_lap(len(lap.tokens), lap.seconds)
+            self.length.laps.learn(len(lap.tokens), lap.seconds)
         tally.tokens += len(new)
         tally.laps += lap.steps
         tally.hits += hits
@@ -182,8 +117,8 @@ class RelayStream:
 class RelayDecoder:
     """Decodes each stream over a host session of its own; streams keep their history between calls of `decode`.
 
-    Each lap carries the last committed token and a chain of candidates. Rows that were not committed are overwritten at the
-    servers by the next lap, which starts at its own position. Same interface as `RingDecoder`.
+    Each lap carries the last committed token and a chain of candidates. Rows that were not committed are overwritten
+    by the next lap, which starts at its own position. Same interface as `RingDecoder`.
     """
 
     def __init__(
@@ -200,9 +135,8 @@ class RelayDecoder:
     @property
     def route(self) -> list[Span]:
         """Servers that hold a stream now, by block."""
-        return sorted(
-            {span for stream in self.streams for span in stream.route}, key=lambda span: (span.start, span.peer)
-        )
+        spans = {span for stream in self.streams for span in stream.route}
+        return sorted(spans, key=lambda span: (span.start, span.peer))
 
     def decode(self, requests: Sequence[StreamRequest]) -> Iterator[tuple[int, list[int]]]:
         """Yields `(lane, new tokens)` until every stream reached its limit or a stop token, or was stopped.
@@ -294,7 +228,5 @@ class RelayDecoder:
         if stream.failures > self._config.max_retries:
             raise RelayError(f"the host's session failed {stream.failures} times, at last with {error!r}") from error
         delay = min(0.1 * 2**stream.failures, 5.0)
-        logger.warning(
-            f"The host's session broke ({error!r}); retry {stream.failures} from the last committed token in {delay:.1f} s"
-        )
+        logger.warning(f"Host session broke ({error!r}); retry {stream.failures} from the last token in {delay:.1f} s")
         self._send(stream, delay)

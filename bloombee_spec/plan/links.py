@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 MAX_DELAY_S = 600.0
 BANDWIDTH_RANGE_BPS = (1e3, 1e13)
 OUTLIER = 3.0  # samples further than this many mean absolute errors are pulled in
+WINDOW = 64  # frames in which one is expected to have found the link free
 MIN_SPREAD = 0.15  # relative spread of frame sizes from which a slope (bandwidth) can be read
 
 
@@ -42,10 +44,11 @@ class LinkEstimate:
 class LinkMeter:
     """Running estimate of one direction of a link.
 
-    Fits `transit = delay + 8·bytes/bandwidth` with exponential forgetting (weighted moments of bytes and transit). A
-    frame that left while its predecessor still occupied the link is charged only from the moment the link was free.
-    Outliers are pulled in to `OUTLIER` mean absolute errors, so that one stall does not rewrite the estimate and a
-    lasting change does. While all frames have the same size only the delay moves: a slope cannot be seen then.
+    Least squares with exponential forgetting over two kinds of frames: one that found the link free took
+    `delay + 8·bytes/bandwidth`; one that left while its predecessor still occupied the link came `8·bytes/bandwidth` after
+    it, which says nothing about the delay. Outliers are pulled in to `OUTLIER` mean absolute errors, so that one stall does
+    not rewrite the estimate and a lasting change does. While all frames have one size and none queues, only the delay
+    moves: a bandwidth cannot be seen then.
 
     :param initial: from the last session with this peer, or a guess
     :param half_life: samples after which a sample counts half
@@ -57,9 +60,11 @@ class LinkMeter:
         self._keep = 0.5 ** (1.0 / half_life)
         self._delay, self._per_byte = initial.delay_s, 8.0 / initial.bandwidth_bps
         self._samples = initial.samples
-        self._weight = self._bytes = self._transit = self._bytes2 = self._cross = 0.0
+        self._weight = self._bytes = self._transit = self._bytes2 = self._cross = 0.0  # frames that found the link free
+        self._queued_bytes2 = self._queued_cross = 0.0
         self._error = 0.25 * initial.delay_s + 1e-3
         self._last_arrival = -math.inf
+        self._recent: deque[tuple[float, int]] = deque(maxlen=WINDOW)
 
     @property
     def estimate(self) -> LinkEstimate:
@@ -72,35 +77,45 @@ class LinkMeter:
 
         Values that cannot be (a clock jump, a negative size) are ignored: they come from a peer.
         """
-        if not (math.isfinite(sent_at) and math.isfinite(received_at) and 0 <= nbytes <= 1 << 31):
+        if not (math.isfinite(sent_at) and math.isfinite(received_at) and 0 < nbytes <= 1 << 31):
             return
         if not 0 <= received_at - sent_at <= MAX_DELAY_S:
             return
-        start = max(sent_at, self._last_arrival - self._delay)  # the predecessor left the sender at arrival - delay
+        self._recent.append((received_at - sent_at, nbytes))
+        floor = min(transit - self._per_byte * size for transit, size in self._recent)  # nobody is faster than the delay
+        queued = sent_at + floor < self._last_arrival < received_at  # its predecessor had not left the sender yet
+        taken = received_at - (self._last_arrival if queued else sent_at)
+        predicted = self._per_byte * nbytes + (0.0 if queued else self._delay)
         self._last_arrival = max(self._last_arrival, received_at)
-        predicted = self._delay + self._per_byte * nbytes
-        error = max(received_at - start, 0.0) - predicted
+        self._learn(float(nbytes), predicted + self._pulled_in(taken - predicted), queued)
+        self._samples += 1
+
+    def _pulled_in(self, error: float) -> float:
         bound = OUTLIER * self._error
         self._error += (1 - self._keep) * (min(abs(error), 4 * bound) - self._error)
         self._error = max(self._error, 1e-5)
-        self._fit(float(nbytes), predicted + min(max(error, -bound), bound))
-        self._samples += 1
+        return min(max(error, -bound), bound)
 
-    def _fit(self, nbytes: float, transit: float) -> None:
+    def _learn(self, nbytes: float, taken: float, queued: bool) -> None:
         keep = self._keep
-        self._weight = keep * self._weight + 1
-        self._bytes = keep * self._bytes + nbytes
-        self._transit = keep * self._transit + transit
-        self._bytes2 = keep * self._bytes2 + nbytes * nbytes
-        self._cross = keep * self._cross + nbytes * transit
-        mean_bytes, mean_transit = self._bytes / self._weight, self._transit / self._weight
-        variance = self._bytes2 / self._weight - mean_bytes * mean_bytes
-        if variance > (MIN_SPREAD * mean_bytes) ** 2:
-            slope = (self._cross / self._weight - mean_bytes * mean_transit) / variance
-            if slope > 0:
-                settled = min(1.0, self._weight / 4)
-                self._per_byte += settled * (slope - self._per_byte)
-                self._delay = max(0.0, mean_transit - self._per_byte * mean_bytes)
-                return
-        gain = max(1.0 - keep, 1.0 / (self._weight + 1))  # the first samples correct a guess quickly
-        self._delay = max(0.0, self._delay + gain * (transit - self._per_byte * nbytes - self._delay))
+        for name in ("_weight", "_bytes", "_transit", "_bytes2", "_cross", "_queued_bytes2", "_queued_cross"):
+            setattr(self, name, keep * getattr(self, name))
+        if queued:
+            self._queued_bytes2 += nbytes * nbytes
+            self._queued_cross += nbytes * taken
+        else:
+            self._weight += 1
+            self._bytes += nbytes
+            self._transit += taken
+            self._bytes2 += nbytes * nbytes
+            self._cross += nbytes * taken
+        mean = self._bytes / self._weight if self._weight > 0 else 0.0
+        spread = self._bytes2 - mean * self._bytes + self._queued_bytes2
+        if spread > MIN_SPREAD**2 * (self._bytes2 + self._queued_bytes2):
+            per_byte = (self._cross - mean * self._transit + self._queued_cross) / spread
+            if per_byte > 0:
+                self._per_byte = per_byte
+        if not queued:
+            sought = (self._transit - self._per_byte * self._bytes) / self._weight
+            trust = max(1.0 - keep, self._weight / (self._weight + 1.0))  # the first samples correct a guess quickly
+            self._delay = max(0.0, self._delay + trust * (sought - self._delay))

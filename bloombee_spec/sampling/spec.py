@@ -17,6 +17,11 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 32
 MAX_NGRAM = 1024
 
+_WITHOUT_EFFECT_ON_GREEDY = (
+    *("prompt_length", "seed", "max_length", "eos_token_ids"),
+    *("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
@@ -106,6 +111,12 @@ class SamplingSpec:
 
     def _set(self, name: str, check: Any, *limits: Any, **options: Any) -> None:
         object.__setattr__(self, name, check(name, getattr(self, name), *limits, **options))
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether the token is the argmax of the unprocessed logits."""
+        inert = {name: getattr(self, name) for name in _WITHOUT_EFFECT_ON_GREEDY}
+        return not self.do_sample and self == SamplingSpec(**inert)
 
     @property
     def largest_token_id(self) -> int:

@@ -1,0 +1,131 @@
+"""The stateful planner: off when nothing is gained, back when something is, and calm in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from bloombee_spec.plan.compute import ComputeProfile
+from bloombee_spec.plan.decision import DraftCost, Limits, Mode, Plan
+from bloombee_spec.plan.planner import Hysteresis, Planner
+from bloombee_spec.plan.route import Leg, Route, uniform_route
+from bloombee_spec.plan.sizing import evaluate
+
+GPU = ComputeProfile.measured({1: 0.004, 8: 0.005, 64: 0.015})
+DRAFT = DraftCost(0.005)
+LIMITS = Limits(tree_size=64, width=16, depth=32)
+
+
+def _route(ms: float = 50, mbps: float = 100) -> Route:
+    return uniform_route(4, ms / 1e3, mbps * 1e6, 2048, compute=GPU)
+
+
+def _laps(
+    planner: Planner,
+    laps: int,
+    hit: float,
+    route: Callable[[], Route],
+    rng: random.Random,
+) -> list[Plan]:
+    """One verdict per lap in which something was sent."""
+    plans = []
+    for _ in range(laps):
+        plan = planner.next(route(), DRAFT)
+        if plan.mode is not Mode.OFF:
+            planner.acceptance.observe(8, 0 if rng.random() < hit else None)
+        plans.append(plan)
+    return plans
+
+
+@pytest.mark.parametrize("ms", [10, 80, 200])
+@pytest.mark.parametrize("mbps", [10, 100, 1000])
+def test_no_speculation_is_found_within_20_laps_and_left_again(ms: float, mbps: float) -> None:
+    planner, rng, route = Planner(LIMITS), random.Random(1), _route(ms, mbps)
+    plans = _laps(planner, 300, 0.0, lambda: route, rng)
+    off_from = next(i for i, plan in enumerate(plans) if plan.mode is Mode.OFF)
+    assert off_from < 20
+    later = plans[off_from:]
+    assert all(plan.mode is Mode.OFF or plan.probe for plan in later), "only probes after that"
+    assert sum(plan.probe for plan in later) <= len(later) / 16
+    back = _laps(planner, 200, 0.8, lambda: route, rng)
+    assert back[-1].mode is not Mode.OFF and not back[-1].probe
+    assert any(plan.mode is not Mode.OFF and not plan.probe for plan in back[:120])
+
+
+def test_probes_grow_rarer() -> None:
+    planner, route = Planner(LIMITS), _route()
+    plans = _laps(planner, 400, 0.0, lambda: route, random.Random(0))
+    probes = [i for i, plan in enumerate(plans) if plan.probe]
+    gaps = [b - a for a, b in zip(probes, probes[1:])]
+    assert gaps == sorted(gaps) and gaps[-1] >= planner.hysteresis.probe_laps_max
+
+
+def test_noisy_estimates_do_not_make_the_plan_flap() -> None:
+    rng, planner = random.Random(3), Planner(LIMITS)
+
+    def jittery() -> Route:
+        def leg(row_bytes: float) -> Leg:
+            return Leg(0.05 * rng.uniform(0.95, 1.05), 1e8 * rng.uniform(0.9, 1.1), row_bytes)
+
+        base = _route()
+        hops = tuple(leg(2048) for _ in base.hops)
+        return replace(base, uplink=leg(8), hops=hops, downlink=leg(8), restart=leg(8))
+
+    plans = _laps(planner, 600, 0.7, jittery, rng)[100:]
+    shapes = [(plan.mode, plan.width, plan.depth, plan.tree_size) for plan in plans]
+    changes = sum(a != b for a, b in zip(shapes, shapes[1:]))
+    assert changes <= 12, f"{changes} changes in 500 laps"
+    assert all(plan.mode is not Mode.OFF for plan in plans)
+
+
+def test_a_gain_at_the_threshold_does_not_switch_on_and_off_all_the_time() -> None:
+    planner, rng = Planner(LIMITS), random.Random(5)
+    route = _route()
+    _laps(planner, 1000, 0.03, lambda: route, rng)  # worth about 3 %: between `stay` and `enter`
+    assert planner.switches <= 24
+
+
+def test_without_hysteresis_it_would_flap() -> None:
+    """The control of the two tests above: the same laps with the margins removed change plans far more often."""
+    rng = random.Random(5)
+    nervous = Planner(LIMITS, hysteresis=Hysteresis(enter=0.0, stay=0.0, switch=0.0, replan_laps=1))
+    calm = Planner(LIMITS)
+    changes = []
+    for planner in (nervous, calm):
+        plans = _laps(planner, 300, 0.6, lambda: _route(50 * rng.uniform(0.9, 1.1), 100 * rng.uniform(0.7, 1.3)), rng)
+        shapes = [(plan.mode, plan.width, plan.depth) for plan in plans]
+        changes.append(sum(a != b for a, b in zip(shapes, shapes[1:])))
+    assert changes[0] > 3 * changes[1]
+
+
+def test_a_changed_link_changes_the_plan() -> None:
+    planner, rng = Planner(LIMITS), random.Random(0)
+    wide, thin = _route(80, 1000), _route(80, 2)
+    before = _laps(planner, 80, 0.7, lambda: wide, rng)[-1]
+    after = _laps(planner, 40, 0.7, lambda: thin, rng)[-1]
+    assert after.rows_in_flight < before.rows_in_flight
+    rates = planner.acceptance.rates()
+    assert after.expected_tok_s > evaluate(before, rates, thin, DRAFT, LIMITS).expected_tok_s
+
+
+def test_a_server_that_saturates_switches_speculation_off_and_an_idle_one_on_again() -> None:
+    planner, rng, route = Planner(LIMITS), random.Random(0), _route(20)
+    assert _laps(planner, 40, 0.8, lambda: route, rng)[-1].mode is not Mode.OFF
+    assert _laps(planner, 40, 0.8, lambda: route.loaded(3.0), rng)[-1].mode is Mode.OFF
+    assert _laps(planner, 60, 0.8, lambda: route, rng)[-1].mode is not Mode.OFF
+
+
+def test_the_pace_follows_the_link_even_while_the_plan_is_kept() -> None:
+    planner, rng = Planner(LIMITS, hysteresis=Hysteresis(switch=10.0)), random.Random(0)
+    first = _laps(planner, 40, 0.8, lambda: _route(50, 100), rng)[-1]
+    kept = _laps(planner, 40, 0.8, lambda: _route(50, 20), rng)[-1]
+    assert (first.mode, first.width, first.depth) == (kept.mode, kept.width, kept.depth) and first.mode is Mode.STREAM
+    assert kept.pace_s >= 4 * _route(50, 100).hops[0].serialisation(kept.width)
+
+
+def test_impossible_rules_are_refused() -> None:
+    for rules in ({"stay": 0.1, "enter": 0.05}, {"switch": -1.0}, {"replan_laps": 0}, {"probe_laps": 99}):
+        with pytest.raises(ValueError):
+            Hysteresis(**rules)  # type: ignore[arg-type]

@@ -1,0 +1,399 @@
+"""Relay mode: speculation on plain servers. The same tokens as local transformers, in fewer steps of the host."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from bloombee_spec import SpecConfig
+from bloombee_spec.choose import make_chooser
+from bloombee_spec.client import connection, relay
+from bloombee_spec.client.chain import MAX_PATIENCE, ROW_COST, ChainLength, draft_chain
+from bloombee_spec.client.model import UnsupportedCall
+from bloombee_spec.client.relay import RelayError
+from bloombee_spec.draft.base import Drafter, Proposal
+from bloombee_spec.draft.scripted import Hostility, Script
+from bloombee_spec.sampling.spec import SamplingSpec
+from tests.conftest import VOCAB
+from tests.swarm_helpers import Knowing, client, decode, prompts, reference, respec
+
+NEW = 24
+PLAIN, MIXED, EVERYTHING = (0, 1), (2, 1), (0, 1, 2, 3)  # servers 0 and 1 are the host's own, 2 and 3 have the plugin
+RELAY = SpecConfig(strict=True, drafter="none")
+SCRIPTS = {
+    "h=0.9": Script(0.9),
+    "tree": Script(0.6, siblings=(0.2, 0.1), depth=6),
+    "random ids": Script(0.5, hostility=Hostility.RANDOM),
+    "duplicates": Script(0.9, hostility=Hostility.DUPLICATES),
+    "empty": Script(0.5, hostility=Hostility.EMPTY),
+}
+
+
+# --- how long a chain is ------------------------------------------------------------------------------------------
+
+
+class Listed(Drafter):
+    """Proposes one list below the committed tokens and another below any candidate."""
+
+    def __init__(self, first: Sequence[Proposal], later: Sequence[Proposal] = ()):
+        self._first, self._later = list(first), list(later)
+
+    def start(self, prompt: Sequence[int]) -> None: ...
+
+    def observe(self, tokens: Sequence[int]) -> None: ...
+
+    def propose(self, path: Sequence[int], budget: int, **options: Any) -> list[Proposal]:
+        return (self._later if path else self._first)[:budget]
+
+
+def test_chain_follows_the_likeliest_children_and_asks_again_at_its_end() -> None:
+    tree = [Proposal(-1, 5, 0.3), Proposal(-1, 6, 0.6), Proposal(0, 7, 0.9), Proposal(1, 8, 0.2), Proposal(1, 9, 0.4)]
+    chain = draft_chain(Listed(tree, [Proposal(-1, 4, 0.5)]), 5, VOCAB)
+    assert chain.tokens == (6, 9, 4, 4, 4) and chain.chances == (0.6, 0.4, 0.5, 0.5, 0.5)
+    assert draft_chain(Listed(tree), 5, VOCAB).tokens == (6, 9)
+    assert draft_chain(Listed(tree), 1, VOCAB).tokens == (5,)  # a budget of 1 shows the drafter's first guess only
+    assert draft_chain(Listed([]), 5, VOCAB).tokens == ()
+
+
+def test_token_outside_the_vocabulary_ends_the_chain() -> None:
+    assert draft_chain(Listed([Proposal(-1, 3, 0.9), Proposal(0, VOCAB, 0.9)]), 5, VOCAB).tokens == (3,)
+    assert draft_chain(Listed([Proposal(-1, -1, 0.9)]), 5, VOCAB).tokens == ()
+
+
+def _sent(
+    length: ChainLength, laps: int, chance: float, hits: Callable[[int], int], row_cost: float = 0.0
+) -> list[int]:
+    """How many candidates each lap carries, when `hits` of those are committed and a row costs `row_cost` laps."""
+    sent = []
+    for _ in range(laps):
+        room = length.room(64)
+        k = length.cut([chance] * room)
+        length.learn_verdicts([chance] * min(k, hits(k) + 1), min(k, hits(k)))
+        length.laps.learn(k + 1, 0.1 * (1 + row_cost * k))
+        length.learn_drafting(max(room, 1), 0.0)
+        sent.append(k)
+    return sent
+
+
+def test_chain_grows_to_the_limit_when_all_is_accepted() -> None:
+    assert _sent(ChainLength(0.05), 6, 0.99, lambda k: k)[-1] == 64
+
+
+def test_nothing_is_sent_when_nothing_is_accepted_but_for_rare_probes() -> None:
+    sent = _sent(ChainLength(0.05), 200, 0.9, lambda k: 0)
+    assert sum(sent) < 0.35 * len(sent)
+    quiet = [lap for lap, k in enumerate(sent) if k]
+    assert quiet[-1] > 200 - MAX_PATIENCE and all(k <= 4 for k in sent[30:])
+
+
+def test_probes_find_out_that_the_drafter_has_become_good() -> None:
+    length = ChainLength(0.05)
+    _sent(length, 100, 0.9, lambda k: 0)
+    assert max(_sent(length, 2 * MAX_PATIENCE, 0.9, lambda k: k)) >= 8
+
+
+def test_dear_rows_make_short_chains() -> None:
+    cheap, dear, absurd = (
+        _sent(ChainLength(0.0), 40, 0.8, lambda k: min(k, 4), row_cost=cost)[-1] for cost in (ROW_COST, 0.3, 2.0)
+    )
+    assert cheap > dear > absurd == 0
+
+
+def test_slow_drafter_rests_while_it_does_not_pay() -> None:
+    length = ChainLength(0.0)
+    asked = []
+    for _ in range(200):
+        room = length.room(64)
+        if room:
+            length.learn_drafting(room, 0.1 * room)  # a candidate takes as long as a lap
+        k = length.cut([0.5] * room)
+        length.learn_verdicts([0.5] * min(k, 1), 0)
+        length.laps.learn(k + 1, 0.1)
+        asked.append(room)
+    assert (
+        sum(map(bool, asked)) <= 2 + 3 + 200 / MAX_PATIENCE
+        and max(i for i, k in enumerate(asked) if k) > 200 - MAX_PATIENCE
+    )
+
+
+# --- real swarms --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers(toy_path: Any) -> Iterator[Any]:
+    """Two plain servers (0, 1) and two with the plugin (2, 3), each pair covers all blocks."""
+    from bloombee.server.server import Server
+
+    from benchmarks.inprocess_swarm import InProcessSwarm
+    from bloombee_spec.hosts.base import load_host
+    from bloombee_spec.server.config import SpecServerConfig
+
+    kinds = iter([Server, Server] + [load_host().server_class(SpecServerConfig())] * 2)
+    with InProcessSwarm(
+        toy_path, [(0, 4), (4, 8)] * 2, server_factory=lambda **arguments: next(kinds)(**arguments)
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def model(servers: Any) -> Iterator[Any]:
+    with client(servers, RELAY, PLAIN) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def expected(toy_local: Any) -> list[tuple[list[int], list[int]]]:
+    return [(ids, reference(toy_local, ids, 2 * NEW)) for ids in prompts(6, VOCAB)]
+
+
+def _knowing(expected: Any, script: Script) -> Callable[[], Drafter]:
+    texts = [[*ids, *target] for ids, target in expected]
+    return lambda: Knowing(texts, VOCAB, script)
+
+
+def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(map(len, rows))
+    ids = [[7] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def _bytes_left(servers: Any, which: Sequence[int] = PLAIN) -> list[int]:
+    containers = [servers.servers[i].module_container for i in which]
+    return [next(iter(container.module_backends.values())).memory_cache.bytes_left for container in containers]
+
+
+class Caller:
+    """A streamer that does something once, after some tokens."""
+
+    def __init__(self, after: int, action: Callable[[], None]):
+        self._left, self._action = after + 1, action  # the prompt comes first
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._action()
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.swarm
+def test_without_a_drafter_each_token_is_a_lap(model: Any, expected: Any) -> None:
+    ids, target = expected[0]
+    assert decode(model, ids, NEW) == target[:NEW]
+    stats = model.last_stats
+    assert (stats.mode, stats.tokens, stats.laps, stats.misses) == ("relay", NEW, NEW, NEW)
+    assert (stats.hits, stats.proposed, stats.bytes_up, stats.bytes_down) == (0, 0, 0, 0)
+    assert stats.rows_computed == 2 * (len(ids) + NEW - 1)  # each row once per server: what was computed stays in use
+    assert [line.split()[0] for line in stats.route] == ["0:4", "4:8"]
+
+
+@pytest.mark.swarm
+def test_acceptance_of_nine_tenths_saves_laps(model: Any, expected: Any) -> None:
+    respec(model, drafter=_knowing(expected, SCRIPTS["h=0.9"]))
+    for ids, target in expected[:3]:
+        assert decode(model, ids, NEW) == target[:NEW]
+        stats = model.last_stats
+        assert stats.laps <= NEW // 2
+        assert stats.hits + stats.misses == stats.tokens == NEW and stats.misses <= stats.laps
+        assert stats.hits <= stats.proposed == sum(stats.sent_by_depth.values())
+        assert stats.hits == sum(stats.hits_by_depth.values())
+        wasted = stats.proposed - stats.hits
+        assert stats.rows_computed <= 2 * (len(ids) + NEW - 1 + wasted)
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("name", ["suffix", *SCRIPTS])
+def test_every_drafter_is_exact(model: Any, expected: Any, name: str) -> None:
+    respec(model, drafter=name if name == "suffix" else _knowing(expected, SCRIPTS[name]))
+    for ids, target in expected[-2:]:
+        assert decode(model, ids, NEW) == target[:NEW]
+        assert model.last_stats.mode == "relay"
+
+
+@pytest.mark.swarm
+@pytest.mark.parametrize("new", [1, 2, 3])
+def test_no_token_beyond_the_limit(model: Any, expected: Any, new: int) -> None:
+    respec(model, drafter=_knowing(expected, Script(1.0)))
+    ids, target = expected[0]
+    assert decode(model, ids, new) == target[:new]
+    assert (model.last_stats.tokens, model.last_stats.laps, model.last_stats.proposed) == (new, 1, new - 1)
+
+
+@pytest.mark.swarm
+def test_batch_with_ragged_acceptance_and_left_padding(servers: Any, model: Any, expected: Any) -> None:
+    before = _bytes_left(servers)
+    drafters = iter(_knowing(expected, Script(h))() for h in (0.0, 0.5, 1.0))
+    respec(model, drafter=lambda: next(drafters))
+    inputs, mask = _padded([ids for ids, _ in expected[:3]])
+    assert not mask.all()
+    out = model.generate(inputs, attention_mask=mask, max_new_tokens=NEW)
+    assert out[:, : inputs.shape[1]].tolist() == inputs.tolist()
+    assert out[:, inputs.shape[1] :].tolist() == [target[:NEW] for _, target in expected[:3]]
+    assert model.last_stats.laps == NEW and model.last_stats.tokens == 3 * NEW
+    assert _bytes_left(servers) == before
+
+
+@pytest.mark.swarm
+def test_stop_token_inside_an_accepted_run_ends_the_row_there(model: Any, expected: Any) -> None:
+    respec(model, drafter=_knowing(expected, Script(1.0)))
+    for ids, target in expected[:2]:
+        stop = next(token for token in target[3:] if target.index(token) >= 3)
+        kept = target[: target.index(stop) + 1]
+        assert decode(model, ids, NEW, eos_token_id=[VOCAB - 1 if VOCAB - 1 not in kept else stop, stop]) == kept
+        assert model.last_stats.tokens == len(kept)
+    inputs, mask = _padded([ids for ids, _ in expected[:2]])
+    stop = next(token for token in expected[0][1][3:] if token not in expected[0][1][:3])
+    out = model.generate(inputs, attention_mask=mask, max_new_tokens=NEW, eos_token_id=stop, pad_token_id=1)
+    for row, (_, target) in zip(out[:, inputs.shape[1] :].tolist(), expected):
+        kept = target[:NEW][: target.index(stop) + 1] if stop in target[:NEW] else target[:NEW]
+        assert row == kept + [1] * (len(row) - len(kept))
+
+
+@pytest.mark.swarm
+def test_several_calls_in_one_session(model: Any, expected: Any, toy_local: Any) -> None:
+    """The second call starts in the middle of what the first one left at the servers, behind a stop token."""
+    ids, target = expected[0]
+    stop = next(token for token in target[4:] if target.index(token) >= 4)
+    first = target[: target.index(stop) + 1]
+    more = [3, 0, 2, 9]
+    second = reference(toy_local, [*ids, *first, *more], NEW)
+    texts = [[*ids, *target], [*ids, *first, *more, *second]]
+    respec(model, drafter=lambda: Knowing(texts[::-1] if len(texts) == 1 else texts, VOCAB, Script(0.8)))
+    with model.inference_session(max_length=len(ids) + len(first) + len(more) + 2 * NEW) as session:
+        out = model.generate(torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=stop)
+        assert out[0].tolist() == [*ids, *first]
+        out = model.generate(torch.tensor([more]), max_new_tokens=NEW)
+        assert out[0].tolist() == [*more, *second]
+        held = model.last_stats.rows_computed // 2
+        assert held <= len(more) + 2 + NEW + model.last_stats.proposed  # the first call's rows are not sent again
+        respec(model, drafter="none")
+        out = model.generate(None, max_new_tokens=3)
+        assert out[0].tolist() == reference(toy_local, [*ids, *first, *more, *second], 3)
+        assert session.mode == "relay"
+
+
+@pytest.mark.swarm
+def test_long_prompt_takes_several_steps(model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "STEP_ROWS", 4)
+    monkeypatch.setattr(relay, "STEP_ROWS", 4)
+    respec(model, drafter=_knowing(expected, Script(0.9)))
+    ids, target = expected[3]
+    assert decode(model, ids, NEW) == target[:NEW]
+    stats = model.last_stats
+    assert max(stats.sent_by_depth) <= 3 and stats.laps >= (len(ids) + 3) // 4 + (NEW - 4) // 4
+
+
+@pytest.mark.swarm
+def test_sampling_does_not_depend_on_the_drafter(model: Any, expected: Any, toy_local: Any) -> None:
+    ids = expected[0][0]
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    spec = SamplingSpec(prompt_length=len(ids), do_sample=True, temperature=0.8, top_k=20, seed=5)
+    chooser = make_chooser(spec.to_wire(), 0, VOCAB)
+    tokens = list(ids)
+    with torch.inference_mode():
+        for _ in range(NEW):
+            tokens.append(chooser(toy_local(torch.tensor([tokens])).logits[0, -1], tokens))
+    texts = [(ids, tokens[len(ids) :])]
+    assert texts[0][1] != expected[0][1][:NEW]
+    for drafter in ("none", _knowing(texts, Script(0.9)), _knowing(texts, SCRIPTS["random ids"])):
+        respec(model, drafter=drafter, seed=5)
+        assert decode(model, ids, NEW, **options) == texts[0][1]
+    respec(model, seed=None)
+
+
+@pytest.mark.swarm
+def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, expected: Any) -> None:
+    before = _bytes_left(servers)
+    respec(model, drafter=_knowing(expected, Script(0.5)))
+    inputs, mask = _padded([ids for ids, _ in expected[:3]])
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with model.inference_session(max_length=inputs.shape[1] + NEW):
+        with pytest.raises(ZeroDivisionError):
+            model.generate(inputs, attention_mask=mask, max_new_tokens=NEW, streamer=Caller(4, fail))
+        out = model.generate(inputs, attention_mask=mask, max_new_tokens=NEW)
+        assert out[:, inputs.shape[1] :].tolist() == [target[:NEW] for _, target in expected[:3]]
+    deadline = time.monotonic() + 30
+    while _bytes_left(servers) != before and time.monotonic() < deadline:
+        time.sleep(0.05)  # steps that were in the servers when the caller left
+    assert _bytes_left(servers) == before
+
+
+@pytest.mark.swarm
+def test_reason_is_said_once_and_ring_mode_refuses(servers: Any, expected: Any) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("bloombee_spec.client.session")
+    logger.addHandler(handler)
+    ids, target = expected[0]
+    try:
+        with client(servers, RELAY, MIXED) as model:
+            for _ in range(2):
+                assert decode(model, ids, 4) == target[:4] and model.last_stats.mode == "relay"
+            respec(model, mode="ring")
+            with pytest.raises(UnsupportedCall, match=r"blocks 4\.\.7 have no server with the plugin"):
+                decode(model, ids, 4)
+    finally:
+        logger.removeHandler(handler)
+    assert len(said) == 1 and "relay mode" in said[0] and "blocks 4..7 have no server with the plugin" in said[0]
+
+
+@pytest.mark.swarm
+def test_relay_where_the_whole_swarm_has_the_plugin_only_if_asked(servers: Any, expected: Any) -> None:
+    ids, target = expected[0]
+    with client(servers, RELAY, EVERYTHING) as model:
+        assert decode(model, ids, 4) == target[:4] and model.last_stats.mode == "ring"
+        respec(model, mode="relay", drafter=_knowing(expected, Script(1.0)))
+        assert decode(model, ids, 4) == target[:4] and model.last_stats.mode == "relay"
+
+
+# --- servers that leave; each test takes one away, so their order matters -----------------------------------------
+
+
+@pytest.mark.swarm
+def test_ring_that_loses_its_last_plugin_server_goes_on_as_relay(servers: Any, expected: Any) -> None:
+    ids, target = expected[1]
+    with client(servers, RELAY, (1, 2, 3)) as model:
+        respec(model, drafter=_knowing(expected, Script(0.5)))
+        assert decode(model, ids, 2) == target[:2] and model.last_stats.mode == "ring"
+        out = decode(model, ids, 2 * NEW, streamer=Caller(5, lambda: servers.stop_server(3)))
+        assert out == target and model.last_stats.mode == "relay"
+
+
+@pytest.mark.swarm
+def test_stream_moves_to_another_server(servers: Any, expected: Any) -> None:
+    with client(servers, RELAY, (0, 1, 2)) as model:
+        respec(model, mode="relay", drafter=_knowing(expected, Script(0.5)))
+        inputs, mask = _padded([ids for ids, _ in expected[:2]])
+        peers = {servers.servers[i].dht.peer_id.to_base58(): i for i in (0, 1, 2)}
+        left: list[int] = []
+
+        def leave() -> None:
+            first = model.active_session._decoder.streams[0].route[0]
+            left.append(peers[first.peer])
+            servers.stop_server(left[0])
+
+        with model.inference_session(max_length=inputs.shape[1] + NEW):
+            out = model.generate(inputs, attention_mask=mask, max_new_tokens=NEW, streamer=Caller(5, leave))
+        assert out[:, inputs.shape[1] :].tolist() == [target[:NEW] for _, target in expected[:2]]
+        assert model.last_stats.retries >= 1 and left[0] in (0, 2)
+        assert not any(
+            line.endswith(peer) for line in model.last_stats.route for peer, i in peers.items() if i == left[0]
+        )
+
+
+@pytest.mark.swarm
+def test_failure_is_raised_once_retries_are_used_up(servers: Any, expected: Any) -> None:
+    with client(servers, RELAY, (0, 1, 2)) as model:
+        respec(model, mode="relay", max_retries=0)
+        with pytest.raises(RelayError, match="failed 1 times"):
+            decode(model, expected[0][0], NEW, streamer=Caller(3, lambda: servers.stop_server(1)))
