@@ -80,7 +80,7 @@ def compare(
     report(f"{HOST['name']} …")
     limit = LIMIT_PER_TOKEN_S * max(job.new_tokens for job in jobs)
     plain = {result.job: result for result in run_jobs(swarm, HOST, jobs, limit_s=limit)}
-    rows = [_row(HOST, result, result) for result in plain.values()]
+    rows = [row(HOST, result, result) for result in plain.values()]
     replayed = [Job(job.name, job.ids, job.new_tokens, plain[job.name].tokens) for job in jobs]
     for method in methods:
         report(f"{method['name']} …")
@@ -91,11 +91,11 @@ def compare(
             if method["kind"] == "plugin":
                 raise
             continue
-        rows += [_row(method, result, plain[result.job]) for result in results]
+        rows += [row(method, result, plain[result.job]) for result in results]
     return rows
 
 
-def _row(method: Method, result: Result, plain: Result) -> Row:
+def row(method: Method, result: Result, plain: Result) -> Row:
     stats = result.stats
     hits, misses = stats.get("hits"), stats.get("misses")
     return Row(

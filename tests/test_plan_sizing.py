@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 GPU = ComputeProfile.measured({1: 0.004, 8: 0.005, 64: 0.015})
-SMALL = Limits(tree_size=32, width=8, depth=16)
+SMALL = Limits(tree_size=16, width=8, depth=16)
 hits = st.sampled_from((0.05, 0.2, 0.4, 0.6, 0.8, 0.9))
 
 
@@ -96,7 +96,7 @@ def test_the_rate_of_a_tree_is_tokens_over_the_lap_and_the_drafting() -> None:
     assert whole <= drafted <= whole / 0.85, "a lap whose first token is no candidate ends before the tree comes"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(routes(), hits, st.floats(0, 0.03), st.floats(1.0, 50.0))
 def test_more_bandwidth_never_lowers_the_best_rate(route: Route, hit: float, draft_s: float, factor: float) -> None:
     rates, draft = geometric_rates(hit), DraftCost(draft_s)
@@ -116,7 +116,8 @@ def test_a_plan_keeps_its_promises(route: Route, hit: float, draft_s: float) -> 
         assert plan == off_plan(route)
         return
     assert plan.gain >= 1.03 * (1 - TIE)
-    assert evaluate(plan, rates, route, draft, SMALL).expected_tok_s == pytest.approx(plan.expected_tok_s, rel=1e-6)
+    again = evaluate(plan, rates, route, draft, SMALL).expected_tok_s
+    assert plan.expected_tok_s * (1 - 1e-9) <= again <= plan.expected_tok_s / (1 - TIE) * (1 + 1e-9)
     if plan.mode is Mode.STREAM:  # w·s_h/BW <= τ on every leg
         for leg in (route.uplink, *route.hops):
             assert leg.serialisation(plan.width) <= plan.pace_s * (1 + 1e-9)
@@ -146,8 +147,10 @@ def test_each_mode_has_its_place() -> None:
     draft = DraftCost(0.005)
     far = uniform_route(4, 0.05, 1e9, 2048, compute=GPU)
     assert choose(geometric_rates(0.9), far, draft).mode is Mode.STREAM
-    slow = uniform_route(8, 0.001, 1e6, 16384, compute=ComputeProfile.measured({1: 0.05, 2: 0.5}))
-    assert choose(geometric_rates(0.3), slow, draft).mode is Mode.OFF
+    near = uniform_route(2, 0.001, 1e9, 2048, compute=GPU)
+    assert choose(geometric_rates(0.9), near, DraftCost(0.5)).mode is Mode.OFF, "a drafter slower than the ring"
+    bound = uniform_route(8, 0.001, 1e6, 16384)
+    assert choose(geometric_rates(0.3), bound, DraftCost(0.0)).rows_in_flight <= 2, "bytes, not delay, make the lap"
     only = choose(geometric_rates(0.9), far, draft, Limits(modes=(Mode.TREE,)))
     assert only.mode is Mode.TREE and only.expected_tok_s < choose(geometric_rates(0.9), far, draft).expected_tok_s
 
@@ -165,11 +168,14 @@ def test_trees_grow_with_bandwidth_and_delay() -> None:
     assert by_delay == sorted(by_delay) and by_delay[-1] > by_delay[0]
 
 
-def test_hedges_pay_for_a_slow_drafter_on_a_thin_link_and_are_free_for_nobody_else() -> None:
-    thin = uniform_route(8, 0.1, 1e6, 8192)
-    slow = choose(geometric_rates(0.8), thin, DraftCost(0.03, 0.00001))
+def test_hedges_pay_for_a_slow_drafter_and_a_free_one_needs_none() -> None:
+    ring = uniform_route(8, 0.05, 1e8, 2048)
+    narrow = Limits(width=1, modes=(Mode.STREAM,))
+    slow = choose(geometric_rates(0.8), ring, DraftCost(0.03), narrow)
     assert slow.hedges > 0 and slow.hedge_layers > 0
-    assert choose(geometric_rates(0.8), thin, DraftCost(0.0)).hedges == 0, "a drafter that costs nothing needs none"
+    unhedged = choose(geometric_rates(0.8), ring, DraftCost(0.03), replace(narrow, hedges=0))
+    assert slow.expected_tok_s > 1.05 * unhedged.expected_tok_s
+    assert choose(geometric_rates(0.8), ring, DraftCost(0.0), narrow).hedges == 0, "nothing is hidden where nothing is waited for"
 
 
 def test_the_chance_of_a_hedge_is_what_the_unsent_ranks_hold() -> None:

@@ -42,6 +42,16 @@ def test_drafts_that_the_target_excludes_are_never_accepted(rule):
     assert set(verdict.token.tolist()) == {2}  # the only token of which p has more than q
 
 
+def test_a_uniform_number_of_exactly_zero_accepts_nothing_impossible(monkeypatch):
+    """The comparison is strict: u = 0 happens once in 2**53."""
+    monkeypatch.setattr(torch, "rand", lambda *size, generator, dtype: torch.zeros(*size, dtype=dtype))
+    p, q, drafted = _rows([0.0, 1.0], [0.0, 1.0]), _rows([0.5, 0.5]), torch.tensor([[0]])
+    for rule in (leviathan_chain, block_verification):
+        assert rule(p, q, drafted, _rng()).accepted.tolist() == [0]
+    index, token = specinfer_siblings(p[:, 0], q[:, 0], drafted, _rng(), replacement=True)
+    assert (index.tolist(), token.tolist()) == ([-1], [1])
+
+
 @CHAIN_RULES
 def test_what_follows_the_last_draft_comes_from_the_target(rule):
     p = _rows([1.0, 0.0], [0.0, 1.0])

@@ -16,7 +16,7 @@ from bloombee_spec.client.routing import NoPluginRoute, open_ring
 from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
-from bloombee_spec.hosts.base import Host
+from bloombee_spec.hosts.base import Host, NoRoute
 
 logger = get_logger(__name__)
 
@@ -99,7 +99,7 @@ class SpecSession:
                 return RingDecoder(
                     self._host, self._model, ring, self._config, **sizes, new_drafter=self._model._new_drafter
                 )
-            except NoPluginRoute as e:
+            except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
                 if self._config.mode == "ring":
                     raise
                 reason = str(e)

@@ -19,6 +19,10 @@ class HostError(RuntimeError):
     """No host, or none that this version of the plugin knows; the message says what was found and what works."""
 
 
+class NoRoute(RuntimeError):
+    """Some block has no server that may be used."""
+
+
 @dataclass(frozen=True)
 class Span:
     """Consecutive blocks `start .. end-1` at one server; `peer` is its base58 peer id."""
@@ -59,7 +63,7 @@ class Host(ABC):
     def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
         """The host's own routing over all blocks, restricted to `peers` when given.
 
-        :raises RuntimeError: some block has no server
+        :raises NoRoute: some block has no server
         """
 
     @abstractmethod

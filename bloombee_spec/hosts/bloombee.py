@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from bloombee.client.routing import RemoteSequenceManager
-from bloombee.client.routing.sequence_manager import SequenceManagerState
+from bloombee.client.routing.sequence_manager import MissingBlocksError, SequenceManagerState
 from bloombee.server import server as host_server
 from bloombee.utils.auto_config import AutoDistributedConfig
 from hivemind.moe.client.remote_expert_worker import RemoteExpertWorker
@@ -19,7 +19,7 @@ from hivemind.moe.server.runtime import Runtime
 from hivemind.p2p import PeerID
 from hivemind.utils.logging import get_logger
 
-from bloombee_spec.hosts.base import Host, Span
+from bloombee_spec.hosts.base import Host, NoRoute, Span
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.families.base import UnsupportedModel
 from bloombee_spec.server.server import LoadedBlocks, StageServer
@@ -75,12 +75,16 @@ class BloomBeeHost(Host):
 
     def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
         manager = _manager(model) if peers is None else self._restricted(model, frozenset(peers))
-        spans = manager.make_sequence(mode="min_latency", cache_tokens_needed=cache_tokens)
+        try:
+            spans = manager.make_sequence(mode="min_latency", cache_tokens_needed=cache_tokens)
+        except MissingBlocksError as e:
+            raise NoRoute(str(e)) from None
         return [Span(span.peer_id.to_base58(), span.start, span.end) for span in spans]
 
     def on_failure(self, model: Any, peer: str | None) -> None:
         for manager in (_manager(model), *_restricted_managers(model).values()):
             manager.on_request_failure(None if peer is None else PeerID.from_base58(peer))
+            manager.update(wait=False)  # by itself it would go on routing over the peer for a minute
 
     def on_success(self, model: Any, peer: str) -> None:
         _manager(model).on_request_success(PeerID.from_base58(peer))

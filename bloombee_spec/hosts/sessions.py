@@ -18,7 +18,8 @@ STREAM_CLOSE_TIMEOUT = 4.0
 
 
 class FailFastSession(InferenceSession):  # type: ignore[misc]
-    """Raises at the first failure, once the server to blame is banned; whoever uses it starts again with a new one.
+    """Raises at the first failure, once the server to blame is banned; whoever uses it starts again with a new one, which
+    is routed by what the swarm says then.
 
     :param timeout: seconds for a server to answer one step
     """
@@ -28,6 +29,13 @@ class FailFastSession(InferenceSession):  # type: ignore[misc]
         view.config = copy.copy(manager.config)
         view.config.max_retries, view.config.request_timeout = 1, timeout
         super().__init__(view, max_length)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().step(*args, **kwargs)
+        except Exception:
+            self._sequence_manager.update(wait=False)  # a ban alone does not change the host's routes
+            raise
 
     def _enter_server_sessions(self, chosen_spans: Any) -> Any:
         opened: list[Any] = []

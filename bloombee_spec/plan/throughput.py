@@ -160,11 +160,11 @@ def hedge_layers(route: Route, depth: int, rows: int, draft: DraftCost, width: i
 
     Counts propagation only as the lap, so that more bandwidth never looks like less time to think.
     """
-    step = draft.time(rows)
-    if step <= 0:
-        return 0
+    step, most = draft.time(rows), min(limits.hedge_layers, depth)
     spare = route.floor_s - depth * draft.time(width)
-    return max(0, min(limits.hedge_layers, depth, int(spare / step)))
+    if step <= 0 or spare <= 0:
+        return 0
+    return most if spare >= most * step else int(spare / step)
 
 
 def hedge_chance(row: Sequence[float], hit_rate: float, hedges: int) -> float:
