@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 GUESS = LinkEstimate(0.1, 1e8)
 
 
-def _feed(meter: LinkMeter, delay: float, bandwidth: float, frames: int, *, seed: int = 0, jitter: float = 0.0) -> None:
+def _feed(
+    meter: LinkMeter, delay: float, bandwidth: float, frames: int, *, seed: int = 0, jitter: float = 0.0
+) -> None:
     rng, sent, free = random.Random(seed), 0.0, 0.0
     largest = 8 * 60_000 / bandwidth
     for _ in range(frames):
@@ -67,7 +69,9 @@ def test_frames_of_one_size_do_not_move_the_bandwidth() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.floats(allow_nan=True), st.floats(allow_nan=True), st.integers(-(2**40), 2**40)), max_size=40)
+    st.lists(
+        st.tuples(st.floats(allow_nan=True), st.floats(allow_nan=True), st.integers(-(2**40), 2**40)), max_size=40
+    )
 )
 def test_whatever_a_peer_claims_the_estimate_stays_one_of_a_link(frames: list[tuple[float, float, int]]) -> None:
     meter = LinkMeter(GUESS)
@@ -76,7 +80,9 @@ def test_whatever_a_peer_claims_the_estimate_stays_one_of_a_link(frames: list[tu
     assert meter.estimate.time(1000) > 0  # LinkEstimate checks the rest
 
 
-@pytest.mark.parametrize(("delay", "bandwidth"), [(-1, 1e6), (float("nan"), 1e6), (0.1, 0), (0.1, float("inf")), (1e9, 1e6)])
+@pytest.mark.parametrize(
+    ("delay", "bandwidth"), [(-1, 1e6), (float("nan"), 1e6), (0.1, 0), (0.1, float("inf")), (1e9, 1e6)]
+)
 def test_a_link_that_cannot_be_is_refused(delay: float, bandwidth: float) -> None:
     with pytest.raises(ValueError):
         LinkEstimate(delay, bandwidth)

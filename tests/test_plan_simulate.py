@@ -37,7 +37,7 @@ def test_without_speculation_each_token_is_one_lap(stages: int, embeddings: bool
     route = _ring(stages=stages, embeddings=embeddings)
     report = simulate(SimConfig(route, geometric_rates(0.5), plan=OFF, tokens=50))
     assert report.tok_s == pytest.approx(1 / plain_lap(route), rel=1e-9)
-    assert report.laps in (50, 51) and report.misses == 50, "the next row may have started when the run ends"
+    assert report.laps >= 50 and report.misses == 50, "rows of tokens that are not at the client yet have started too"
     assert report.miss_laps == pytest.approx([1.0] * 49)
     assert report.rows == pytest.approx(50 * stages, rel=0.03) and report.drafted == 0
 
@@ -49,13 +49,13 @@ def test_without_speculation_each_hop_carries_one_row_per_token() -> None:
     assert report.link_bytes[0] == 64 + 8, "the client sent the first row only"
 
 
-@pytest.mark.parametrize("hit", [0.3, 0.6, 0.8, 0.9, 0.95])
-def test_a_chain_streams_as_the_formula_says(hit: float) -> None:
+@pytest.mark.parametrize(("hit", "depth"), [(0.3, 8), (0.6, 16), (0.8, 32), (0.9, 64), (0.95, 64)])
+def test_a_chain_streams_as_the_formula_says(hit: float, depth: int) -> None:
     """`(E[run]+1) / (T_lap + E[run]·τ)` with the lap through the client, at the hit rate that the text really had."""
     route = uniform_route(4, 0.05, 1e9, 2048, embeddings_at_stage=False)
-    report = simulate(SimConfig(route, ((hit,),), DraftCost(0.004), _chain(), tokens=2500))
+    report = simulate(SimConfig(route, ((hit,),), DraftCost(0.004), _chain(depth), tokens=1500))
     real = 1 - report.misses / report.tokens
-    assert real == pytest.approx(hit, abs=0.03)
+    assert real == pytest.approx(hit, abs=0.04)
     assert report.tok_s == pytest.approx(stream_formula(real, plain_lap(route), 0.004), rel=0.03)
 
 
@@ -82,8 +82,7 @@ def test_the_correction_takes_n_legs_with_embeddings_at_the_first_stage_and_one_
 
 def test_hits_are_never_sent_again() -> None:
     report = simulate(SimConfig(_ring(), ((1.0,),), DraftCost(0.002), _chain(200), tokens=600))
-    assert report.misses == 1, "only the first token, whose row was already on its way"
-    assert report.laps <= 2
+    assert report.misses == 0 and report.laps == 1
     assert report.link_bytes[1] <= (600 + 202) * (64 + 2048)
 
 
@@ -91,8 +90,8 @@ def test_wide_layers_raise_the_hit_rate_as_the_model_expects() -> None:
     route, rates, draft = _ring(50, 100), geometric_rates(0.6), DraftCost(0.005)
     for width in (1, 4, 16):
         plan = evaluate(Plan(Mode.STREAM, width=width, depth=12), rates, route, draft)
-        report = simulate(SimConfig(route, rates, draft, plan, tokens=1200))
-        assert report.tok_s == pytest.approx(plan.expected_tok_s, rel=0.12)
+        report = simulate(SimConfig(route, rates, draft, plan, tokens=600))
+        assert report.tok_s == pytest.approx(plan.expected_tok_s, rel=0.15)
 
 
 def test_a_synchronous_tree_is_as_fast_as_the_model_says() -> None:
@@ -108,7 +107,7 @@ def test_a_tree_that_takes_longer_to_draft_than_a_lap_is_still_sent() -> None:
     route, rates, draft = _ring(10), geometric_rates(0.9), DraftCost(0.03)
     plan = evaluate(Plan(Mode.TREE, depth=12, tree_size=12), rates, route, draft)
     report = simulate(SimConfig(route, rates, draft, plan, tokens=400))
-    assert report.tok_s == pytest.approx(plan.expected_tok_s, rel=0.1)
+    assert report.tok_s > 0.95 * plan.expected_tok_s, "the model leaves out what the plain laps yield meanwhile"
 
 
 def test_hedges_hide_drafting_time() -> None:
@@ -167,7 +166,9 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 
 @st.composite
 def routes(draw: st.DrawFn) -> Route:
-    legs = st.builds(Leg, st.sampled_from((0.0, 0.001, 0.02, 0.1)), st.floats(5e5, 1e9), st.sampled_from((8.0, 2048.0)))
+    legs = st.builds(
+        Leg, st.sampled_from((0.0, 0.001, 0.02, 0.1)), st.floats(5e5, 1e9), st.sampled_from((8.0, 2048.0))
+    )
     stages = draw(st.integers(1, 5))
     kinds = st.builds(
         Stage,
@@ -216,14 +217,16 @@ def test_the_automatic_plan_is_never_slower_than_none(mbps: float, ms: float) ->
 
 
 def test_the_choice_between_modes_never_loses_to_the_best_tree() -> None:
-    draft, tokens = DraftCost(0.005, 0.0001), 500
+    draft, tokens = DraftCost(0.005, 0.0001), 300
     for mbps, ms, hit in itertools.product((10, 1000), (10, 200), (0.3, 0.9)):
         route, rates = _ring(ms, mbps), geometric_rates(hit)
         tree = choose(rates, route, draft, Limits(modes=(Mode.TREE,)))
         best = choose(rates, route, draft)
         if best == tree:
             continue
-        rate, tree_rate = (simulate(SimConfig(route, rates, draft, plan, tokens=tokens)).tok_s for plan in (best, tree))
+        rate, tree_rate = (
+            simulate(SimConfig(route, rates, draft, plan, tokens=tokens)).tok_s for plan in (best, tree)
+        )
         assert rate >= 0.97 * tree_rate, f"{mbps} Mbit/s, {ms} ms, h = {hit}"
 
 

@@ -175,7 +175,9 @@ def test_hedges_pay_for_a_slow_drafter_and_a_free_one_needs_none() -> None:
     assert slow.hedges > 0 and slow.hedge_layers > 0
     unhedged = choose(geometric_rates(0.8), ring, DraftCost(0.03), replace(narrow, hedges=0))
     assert slow.expected_tok_s > 1.05 * unhedged.expected_tok_s
-    assert choose(geometric_rates(0.8), ring, DraftCost(0.0), narrow).hedges == 0, "nothing is hidden where nothing is waited for"
+    assert choose(geometric_rates(0.8), ring, DraftCost(0.0), narrow).hedges == 0, (
+        "nothing is hidden where nothing is waited for"
+    )
 
 
 def test_the_chance_of_a_hedge_is_what_the_unsent_ranks_hold() -> None:

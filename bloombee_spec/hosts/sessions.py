@@ -18,8 +18,8 @@ STREAM_CLOSE_TIMEOUT = 4.0
 
 
 class FailFastSession(InferenceSession):  # type: ignore[misc]
-    """Raises at the first failure, once the server to blame is banned; whoever uses it starts again with a new one, which
-    is routed by what the swarm says then.
+    """Raises at the first failure, once the server to blame is banned. Whoever uses it starts again with a new one,
+    which is routed by what the swarm says then.
 
     :param timeout: seconds for a server to answer one step
     """

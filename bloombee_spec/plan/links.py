@@ -60,7 +60,9 @@ class LinkMeter:
         self._keep = 0.5 ** (1.0 / half_life)
         self._delay, self._per_byte = initial.delay_s, 8.0 / initial.bandwidth_bps
         self._samples = initial.samples
-        self._weight = self._bytes = self._transit = self._bytes2 = self._cross = 0.0  # frames that found the link free
+        self._weight = self._bytes = self._transit = self._bytes2 = self._cross = (
+            0.0  # frames that found the link free
+        )
         self._queued_bytes2 = self._queued_cross = 0.0
         self._error = 0.25 * initial.delay_s + 1e-3
         self._last_arrival = -math.inf
@@ -82,7 +84,9 @@ class LinkMeter:
         if not 0 <= received_at - sent_at <= MAX_DELAY_S:
             return
         self._recent.append((received_at - sent_at, nbytes))
-        floor = min(transit - self._per_byte * size for transit, size in self._recent)  # nobody is faster than the delay
+        floor = min(
+            transit - self._per_byte * size for transit, size in self._recent
+        )  # nobody is faster than the delay
         queued = sent_at + floor < self._last_arrival < received_at  # its predecessor had not left the sender yet
         taken = received_at - (self._last_arrival if queued else sent_at)
         predicted = self._per_byte * nbytes + (0.0 if queued else self._delay)

@@ -48,7 +48,9 @@ class SimConfig:
         if self.tokens < 2 or self.forward_rows < 1:
             raise ValueError("a run needs at least 2 tokens and 1 row per forward")
         if plain_lap(self.route) <= 0:
-            raise ValueError("a lap of this route takes no time at all: give it a delay, a bandwidth or a compute time")
+            raise ValueError(
+                "a lap of this route takes no time at all: give it a delay, a bandwidth or a compute time"
+            )
 
 
 @dataclass(frozen=True, slots=True)
