@@ -96,7 +96,7 @@ def _residual(rows: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def entropy_table(recordings: Sequence[Recording]) -> str:
-    """Bits per bf16 value: in parts, then conditional on the parent, by tables fitted on the other half of the prompts."""
+    """Bits per bf16 value, in parts and then given the parent, by tables fitted on the other half of the prompts."""
     lines = [
         "| after block | sign | exponent | mantissa | sum | exponent and sign, given the parent's | sum | "
         "Gaussian around the best prediction from the parent |",
@@ -156,13 +156,13 @@ def _gaussian_bits(rows: torch.Tensor, mean: torch.Tensor, deviation: torch.Tens
 
 
 def error_table(recordings: Sequence[Recording]) -> str:
-    """Relative error of lossy codecs for rows against a reference, closed loop: references are what the receiver decoded.
+    """Relative error of lossy codecs against a reference, closed loop: references are what the receiver decoded.
 
     In brackets the net gain in bits per value: log2 of the reduction of the error, less what a basis itself costs.
     """
     lines = [
-        "| codec | after block | alone | mean of the prompt | parent | half of the parent | candidates alone | first one | "
-        "basis of 1 | basis of 4 |",
+        "| codec | after block | alone | mean of the prompt | parent | half of the parent | "
+        "candidates alone | first one | basis of 1 | basis of 4 |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in ("int8", "tah4", "tah3"):

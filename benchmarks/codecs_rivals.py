@@ -80,9 +80,13 @@ def of_host() -> list[Candidate]:
             return codes.numpy(), (absmax.numpy(), codebook.numpy())
 
     def host(name: str, codec: Any) -> Candidate:
+        def encode(rows: torch.Tensor) -> Any:
+            wide = rows.float()  # FLOAT16 refuses bf16; the host, too, widens before it compresses
+            return codec.compress(wide, CompressionInfo.from_tensor(wide))
+
         return Candidate(
             name,
-            lambda rows: codec.compress(rows, CompressionInfo.from_tensor(rows)),
+            encode,
             lambda message, shape, dtype: codec.extract(message).view(shape).to(dtype),
             lambda message: len(message.buffer),
         )

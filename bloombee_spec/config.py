@@ -29,6 +29,8 @@ class SpecConfig:
     """A candidate whose path is less likely than this is not sent."""
     seed: int | None = None
     """Key of the sampling noise; None draws a new one from torch's default generator for each call."""
+    hedges: int = 8
+    """Outcomes, other than the expected one, for which a slow drafter prepares an answer in its idle time. 0: none."""
     strict: bool = False
     """Raise instead of falling back to the host's own path when the plugin cannot serve a call."""
     client_verifies: bool = False

@@ -77,13 +77,13 @@ def tiny_llama(seed: int = 0, vocab_size: int = 61, layers: int = 2, **changes: 
     return model
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def plain_probs(model: Any, tokens: Sequence[int]) -> torch.Tensor:
     """Next-token probabilities of a plain run without a cache: `[vocab]`."""
     return torch.softmax(model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].float(), dim=-1)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def greedy(model: Any, prompt: Sequence[int], n: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(n):

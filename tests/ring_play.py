@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from bloombee_spec.client.drafting import Drafting
+from bloombee_spec.client.stream import StreamRequest, think
 from bloombee_spec.config import SpecConfig
-from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.draft.base import Drafter, Proposal, never
 from bloombee_spec.sampling.spec import SamplingSpec
 from bloombee_spec.wire.frames import PrefixFrame
@@ -22,7 +23,8 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2}
 class RandomDrafter(Drafter):
     """:param hit: chance that a proposal is the target's own (greedy) token; `chain` or else a random tree, with duplicates"""
 
-    def __init__(self, model: HashModel, rng: random.Random, hit: float, chain: bool):
+    def __init__(self, model: HashModel, rng: random.Random, hit: float, chain: bool, instant: bool = True):
+        self.instant = instant
         self._model, self._rng, self._hit, self._chain = model, rng, hit, chain
         self._text: list[int] = []
 
@@ -49,6 +51,39 @@ class RandomDrafter(Drafter):
         return proposals
 
 
+class SteppedDrafting(Drafting):
+    """The drafting thread's work as steps of the world, so that anything may happen between a question and its answer."""
+
+    stage = None
+    name = "drafting"
+
+    def __init__(self, client: Client, config: SpecConfig, weight: float):
+        decoder = client.decoder
+        self._streams, self._config, self._send, self._closed = decoder.streams, config, decoder._send_specs, False
+        self.weight, self.woken, self._answer = weight, False, None
+        decoder._drafting = self
+        client.world.runs.append(self)  # type: ignore[arg-type]
+
+    def wake(self) -> None:
+        self.woken = True
+
+    def run(self) -> None:
+        if self._answer is not None:
+            stream, ask, proposals = self._answer
+            self._answer = None
+            with stream.lock:
+                self._send(stream, stream.answer(ask, proposals))
+            return
+        for stream in self._streams:
+            with stream.lock:
+                ask = stream.ask()
+                lessons = stream.lessons() if ask is not None else []
+            if ask is not None:
+                self._answer = stream, ask, think(stream.drafter, lessons, ask)
+                return
+        self.woken = any(self._hedge(stream) for stream in self._streams)
+
+
 @dataclass(frozen=True)
 class Game:
     """What a client does: `turns` calls of `decode`, each on a history that may have been edited.
@@ -60,6 +95,7 @@ class Game:
     turns: int = 2
     ends: tuple[str, ...] = ("run", "run", "stop", "interrupt")
     speculate: bool = True
+    drafting: str = "any"  # in the decode loop (`instant`), in `steps` of its own, or in a `thread` that nobody schedules
     longest: int = 8
     clients: int = 1
     drain: bool = False  # let everything settle between turns
@@ -109,8 +145,14 @@ class _User:
         self.world, self.game, self.rng = world, game, rng
         hit, chain = rng.choice((0.0, 0.5, 0.9, 1.0)), rng.random() < 0.3
         config = SpecConfig(min_probability=rng.choice((0.0, 0.0, 0.3)), burst=rng.choice((1, 4, 16)))
-        drafting = game.speculate and rng.random() < 0.9
-        self.client = Client(world, config, lambda: RandomDrafter(world.model, rng, hit, chain) if drafting else None)
+        how = rng.choice(("instant", "steps")) if game.drafting == "any" else game.drafting
+        drafters = [RandomDrafter(world.model, rng, hit, chain, how != "thread") for _ in range(world.shape.lanes)]
+        giving = iter(drafters if game.speculate and rng.random() < 0.9 else [None] * len(drafters))
+        self.client = Client(world, config, lambda: next(giving))
+        if how == "steps":
+            SteppedDrafting(self.client, config, rng.choice(world.weights))
+            for drafter in drafters:
+                drafter.instant = False
         self.histories = [self._tokens(1, 6) for _ in range(world.shape.lanes)]
 
     def _tokens(self, fewest: int, most: int) -> list[int]:

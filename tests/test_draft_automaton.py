@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bloombee_spec.draft.automaton import SuffixAutomaton
+from bloombee_spec.draft.automaton import Follower, SuffixAutomaton
 from tests.draft_helpers import small_texts
 
 contexts = st.lists(st.integers(0, 3), max_size=6)
@@ -24,9 +24,9 @@ def _longest(text: Sequence[int], context: Sequence[int]) -> int:
     return next(n for n in range(len(context), -1, -1) if n == 0 or _ends(text, context[len(context) - n :]))
 
 
-def _reference_levels(text: Sequence[int], context: Sequence[int], longest: int) -> list[tuple[int, list[object]]]:
+def _reference_levels(text: Sequence[int], context: Sequence[int], longest: int) -> list[tuple[int, list[Follower]]]:
     """(length, followers) of each suffix of the context that occurs more often than every longer one."""
-    levels: list[tuple[int, list[object]]] = []
+    levels: list[tuple[int, list[Follower]]] = []
     seen = 0
     for n in range(min(_longest(text, context), longest), 0, -1):
         ends = _ends(text, context[len(context) - n :])
@@ -48,7 +48,7 @@ def _reference_levels(text: Sequence[int], context: Sequence[int], longest: int)
 
 @given(text=small_texts, context=contexts, max_context=st.integers(1, 6))
 def test_counts_and_positions_are_those_of_a_full_scan(text: list[int], context: list[int], max_context: int) -> None:
-    # Seen to fail without the count or the position copied on a split, and without the first walk in `_count_tail`.
+    # Seen to fail without the count copied on a split, and without the walks in `_count_tail` and `levels`.
     index = SuffixAutomaton(max_context)
     index.extend(text)
     state, length = index.locate(context)
@@ -79,6 +79,15 @@ def test_a_context_can_be_followed_verbatim_beyond_the_counted_length() -> None:
         state, length = index.step(state, length, token)
     assert length == 100
     assert index.followers(state, 5) == [(1000, 1, 100)]
+
+
+def test_a_shorter_context_that_was_split_off_has_followers_of_its_own() -> None:
+    # Seen to fail when both states share one dictionary.
+    index = SuffixAutomaton(3)
+    index.extend([8, 0, 1, 8, 0, 2, 9, 0, 3])
+    long, short = (index.followers(index.locate(context)[0], 9) for context in ([8, 0], [0]))
+    assert sorted(token for token, _, _ in long) == [1, 2]
+    assert sorted(token for token, _, _ in short) == [1, 2, 3]
 
 
 def test_nothing_is_said_about_a_context_with_too_many_followers() -> None:

@@ -218,7 +218,10 @@ def test_editing_the_output_is_not_the_end_of_the_stream() -> None:
     drafter.start([1, 2, 3, 10, 11])  # the last two tokens were taken back
     assert len(corpus) == 0
     drafter.observe([20])
-    assert proposed(drafter, path=[10, 11])[0].token == 20
+    fresh = SuffixDrafter(corpus=None)
+    fresh.start([1, 2, 3, 10, 11, 20])
+    for path in ([10, 11], [12], []):
+        assert proposed(drafter, path) == proposed(fresh, path)
     drafter.start([7, 7])  # another stream
     assert len(corpus) == 4
     assert corpus.segments[0].locate([10, 11, 20])[1] == 3

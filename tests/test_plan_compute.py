@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from bloombee_spec.plan.acceptance import RANKS, AcceptanceModel
 from bloombee_spec.plan.codecs import CodecOption, break_even_bandwidth, choose_codec
 from bloombee_spec.plan.compute import ComputeProfile
-from hypothesis import given
-from hypothesis import strategies as st
 
 times = st.floats(1e-6, 10)
 

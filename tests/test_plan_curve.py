@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from bloombee_spec.plan.curve import MAX_LENGTH, CurveError, parse_curve
 from hypothesis import given
 from hypothesis import strategies as st
+
+from bloombee_spec.plan.curve import MAX_LENGTH, CurveError, parse_curve
 
 
 @pytest.mark.parametrize(

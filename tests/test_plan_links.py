@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.links import LinkEstimate, LinkMeter
 from bloombee_spec.plan.store import MAX_FILE_BYTES, PeerRecord, PeerStore
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 GUESS = LinkEstimate(0.1, 1e8)
 
@@ -88,8 +91,8 @@ def test_a_link_that_cannot_be_is_refused(delay: float, bandwidth: float) -> Non
         LinkEstimate(delay, bandwidth)
 
 
-def _ticks() -> "object":
-    now = iter(range(10**9))
+def _ticks() -> Callable[[], float]:
+    now = itertools.count()
     return lambda: float(next(now))
 
 
@@ -107,7 +110,7 @@ def test_records_survive_a_restart(tmp_path: Path) -> None:
 
 
 def test_the_store_keeps_the_latest_peers_only(tmp_path: Path) -> None:
-    store = PeerStore(tmp_path / "peers.json", limit=3, clock=_ticks())  # type: ignore[arg-type]
+    store = PeerStore(tmp_path / "peers.json", limit=3, clock=_ticks())
     for i in range(10):
         store.put(f"peer{i}", PeerRecord(GUESS))
     store.put("peer8", PeerRecord(LinkEstimate(0.2, 1e6)))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.decision import DraftCost, Limits, Mode, Plan
 from bloombee_spec.plan.route import Leg, Route, Stage, lap_time, plain_lap, uniform_route
@@ -21,8 +24,6 @@ from bloombee_spec.plan.throughput import (
     tree_rate,
 )
 from bloombee_spec.plan.trees import best_first, expected_tokens
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 GPU = ComputeProfile.measured({1: 0.004, 8: 0.005, 64: 0.015})
 SMALL = Limits(tree_size=16, width=8, depth=16)

@@ -8,6 +8,9 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from bloombee_spec.cli import plan as command
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.curve import parse_curve
@@ -20,8 +23,6 @@ from bloombee_spec.plan.table import (
     size_table,
     widest_layer,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 CURVE = parse_curve("3.05*ln(n)-1.3")
 REVIEW = Ring(8, 0.025, 2048)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
-from bloombee_spec.plan.trees import beam_coverage, best_first, expected_tokens, sequoia_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from bloombee_spec.plan.trees import beam_coverage, best_first, expected_tokens, sequoia_table
 
 falling = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(
     lambda raw: tuple(sorted((p / max(1.0, sum(raw)) for p in raw), reverse=True))
@@ -17,7 +18,7 @@ falling = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4).map(
 def _brute(rates: tuple[tuple[float, ...], ...], size: int, depth: int) -> float:
     """Expected tokens of the best tree of exactly `size` nodes: every split among every number of children."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def subtree(nodes: int, at: int) -> float:  # `nodes` including its own root, whose children are at depth `at`
         if nodes == 1:
             return 1.0
@@ -25,7 +26,7 @@ def _brute(rates: tuple[tuple[float, ...], ...], size: int, depth: int) -> float
             return float("-inf")
         return 1.0 + forest(nodes - 1, at, 0)
 
-    @lru_cache(maxsize=None)
+    @cache
     def forest(nodes: int, at: int, rank: int) -> float:  # siblings from `rank` on
         if nodes == 0:
             return 0.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from swarm_helpers import VOCAB, Knowing, client, decode, prompts, reference, respec
 
 from bloombee_spec import SpecConfig
 from bloombee_spec.choose import make_chooser
@@ -19,8 +20,6 @@ from bloombee_spec.client.relay import RelayError
 from bloombee_spec.draft.base import Drafter, Proposal
 from bloombee_spec.draft.scripted import Hostility, Script
 from bloombee_spec.sampling.spec import SamplingSpec
-from tests.conftest import VOCAB
-from tests.swarm_helpers import Knowing, client, decode, prompts, reference, respec
 
 NEW = 24
 PLAIN, MIXED, EVERYTHING = (0, 1), (2, 1), (0, 1, 2, 3)  # servers 0 and 1 are the host's own, 2 and 3 have the plugin
@@ -256,25 +255,30 @@ def test_stop_token_inside_an_accepted_run_ends_the_row_there(model: Any, expect
 
 
 @pytest.mark.swarm
-def test_several_calls_in_one_session(model: Any, expected: Any, toy_local: Any) -> None:
-    """The second call starts in the middle of what the first one left at the servers, behind a stop token."""
+@pytest.mark.parametrize("how", ["stop token", "criterion"])
+def test_several_calls_in_one_session(model: Any, expected: Any, toy_local: Any, how: str) -> None:
+    """The second call starts in the middle of what the first one left at the servers: it ended inside an accepted run."""
     ids, target = expected[0]
     stop = next(token for token in target[4:] if target.index(token) >= 4)
     first = target[: target.index(stop) + 1]
     more = [3, 0, 2, 9]
     second = reference(toy_local, [*ids, *first, *more], NEW)
-    texts = [[*ids, *target], [*ids, *first, *more, *second]]
-    respec(model, drafter=lambda: Knowing(texts[::-1] if len(texts) == 1 else texts, VOCAB, Script(0.8)))
+    respec(model, drafter=lambda: Knowing([[*ids, *target], [*ids, *first, *more, *second]], VOCAB, Script(0.8)))
+    options: dict[str, Any] = {"eos_token_id": stop}
+    if how == "criterion":
+        options = {"stopping_criteria": [lambda ids, _: torch.tensor([int(ids[0, -1]) == stop])]}
     with model.inference_session(max_length=len(ids) + len(first) + len(more) + 2 * NEW) as session:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=NEW, eos_token_id=stop)
-        assert out[0].tolist() == [*ids, *first]
+        out = model.generate(torch.tensor([ids]), max_new_tokens=NEW, **options)
+        assert out[0].tolist() == [*ids, *first] and model.last_stats.tokens == len(first)
         out = model.generate(torch.tensor([more]), max_new_tokens=NEW)
         assert out[0].tolist() == [*more, *second]
-        held = model.last_stats.rows_computed // 2
-        assert held <= len(more) + 2 + NEW + model.last_stats.proposed  # the first call's rows are not sent again
-        respec(model, drafter="none")
-        out = model.generate(None, max_new_tokens=3)
-        assert out[0].tolist() == reference(toy_local, [*ids, *first, *more, *second], 3)
+        stats = model.last_stats
+        assert stats.rows_computed // 2 <= len(more) + 1 + NEW + stats.proposed - stats.hits  # no row twice
+        edited = [*ids, *first[:2], 5, 1]
+        session.output_ids = torch.tensor([edited])
+        session._decoder.streams[0].drafter = None
+        out = model.generate(None, max_new_tokens=6)
+        assert out[0].tolist() == reference(toy_local, edited, 6)
         assert session.mode == "relay"
 
 
@@ -356,7 +360,33 @@ def test_relay_where_the_whole_swarm_has_the_plugin_only_if_asked(servers: Any, 
         assert decode(model, ids, 4) == target[:4] and model.last_stats.mode == "relay"
 
 
-# --- servers that leave; each test takes one away, so their order matters -----------------------------------------
+# --- servers that stall, or leave for good; each of the latter tests takes one away, so their order matters ---------
+
+
+@pytest.mark.swarm
+def test_stream_leaves_a_server_that_does_not_answer(servers: Any, expected: Any) -> None:
+    """Its processes are stopped in the middle of a stream: neither the lap nor closing the session may wait for it."""
+    inputs, mask = _padded([ids for ids, _ in expected[:2]])
+    with client(servers, RELAY, (0, 1, 2)) as model:
+        respec(model, mode="relay", drafter=_knowing(expected, Script(0.5)), stall_timeout=1.5)
+        frozen: list[Any] = []
+
+        def freeze() -> None:
+            first = model.active_session._decoder.streams[0].route[0]
+            index = next(i for i in (0, 2) if servers.servers[i].dht.peer_id.to_base58() == first.peer)
+            frozen.extend(child for child in servers._children[index] if child.is_running())
+            for child in frozen:
+                child.suspend()
+
+        try:
+            with model.inference_session(max_length=inputs.shape[1] + NEW):
+                out = model.generate(inputs, attention_mask=mask, max_new_tokens=NEW, streamer=Caller(5, freeze))
+            assert out[:, inputs.shape[1] :].tolist() == [target[:NEW] for _, target in expected[:2]]
+            assert model.last_stats.retries >= 1
+        finally:
+            for child in frozen:
+                child.resume()
+    assert frozen
 
 
 @pytest.mark.swarm

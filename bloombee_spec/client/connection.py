@@ -47,8 +47,13 @@ class Connection:
         self._busy = True
         threading.Thread(target=self._run, args=(lap, delay, answer), name="relay-lap", daemon=True).start()
 
-    def close(self) -> None:
-        """End the session; one that is in a lap ends after it. Bounded in time, never raises."""
+    def close(self) -> threading.Thread:
+        """End the session; one that is in a lap ends after it. Returns the thread that does it, which ends within seconds."""
+        thread = threading.Thread(target=self._close, name="relay-close", daemon=True)
+        thread.start()
+        return thread
+
+    def _close(self) -> None:
         with self._lock:
             self._closed, busy = True, self._busy
         if not busy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from bloombee_spec.choose import make_chooser
+from bloombee_spec.client.drafting import Drafting
 from bloombee_spec.client.local_verifier import LocalVerifier
 from bloombee_spec.client.ring import Ring, RingError
 from bloombee_spec.client.stream import Stream, StreamRequest
@@ -51,8 +53,11 @@ class RingDecoder:
                 lanes, arena=ring.arena, max_length=max_length, head=lambda rows: host.logits(model, rows),
                 codec=self._codec, hidden=info.hidden, dtype=self._dtype,
             )  # fmt: skip
-        self._seq = 0
+        self._seq = itertools.count(1)
         self.first_token_at: float | None = None
+        # A drafter that answers at once is asked in the decode loop itself; any other thinks beside it.
+        slow = any(stream.drafter is not None and not stream.drafter.instant for stream in self.streams)
+        self._drafting = Drafting(self.streams, config, self._send_specs) if slow else None
 
     def decode(self, requests: Sequence[StreamRequest]) -> Iterator[tuple[int, list[int]]]:
         """Yields `(lane, new tokens)` until every stream reached its limit or a stop token, or was stopped.
@@ -67,54 +72,61 @@ class RingDecoder:
             commit = self._verified(frame)
             stream = self.streams[commit.lane]
             try:
-                tokens, correction = stream.commit(commit)
+                with stream.lock:
+                    tokens, specs = stream.commit(commit)
+                    self._send_specs(stream, specs)
             except FrameError as e:
                 raise RingError(f"the verifier sent nonsense: {e}", self.ring.spans[-1].peer) from None
-            stream.tally.commit_bytes_down += len(encode(commit)) if tokens else 0
-            self._send_candidates(stream, correction)
             if tokens:
+                stream.tally.commit_bytes_down += len(encode(commit))
+                self._supply(stream)
                 self.first_token_at = self.first_token_at or time.perf_counter()
                 yield commit.lane, tokens
 
     def stop(self, lane: int, length: int) -> None:
         """The caller wants no more of this stream: keep `length` tokens, and let the stages drop the rest now."""
         stream = self.streams[lane]
-        stream.stop(length)
+        with stream.lock:
+            stream.stop(length)
         if self._verifier is not None:
             self._verifier.rewind(lane, stream.epoch, stream.tree.length)
         self.ring.rewind(lane, stream.epoch, stream.tree.length)
 
     def close(self) -> list[Statistics | None]:
         """End the ring's session; never raises. Returns what the stages counted."""
+        if self._drafting is not None:
+            self._drafting.close()
         for stream in self.streams:
             if stream.drafter is not None:
                 stream.drafter.close()
         return self.ring.close()
 
     def _begin(self, stream: Stream, request: StreamRequest) -> None:
-        frames = stream.begin(request, self._seq + 1, self.ring.max_prefill)
-        self._seq += len(frames)
-        if stream.finished:
-            return
-        sampling = dict(request.sampling or {})
-        self.ring.send_rule(Rule(stream.lane, stream.epoch, request.stop_tokens, sampling, request.row))
-        if self._verifier is not None:
-            chooser = make_chooser(sampling, request.row, self._model.config.vocab_size)
-            self._verifier.set_rule(stream.lane, stream.epoch, request.stop_tokens, chooser)
-        for frame in frames:
-            self._send(frame)
-        self._send_candidates(stream, None)
-
-    def _send_candidates(self, stream: Stream, correction: NodeSpec | None) -> None:
-        """The corrected token, if the client has to send it, leaves in one frame with what was drafted behind it."""
-        specs = [correction] if correction is not None else []
-        while True:
-            specs += stream.draft()
-            if not specs:
+        with stream.lock:  # until the prefix is on its way, so that no candidate overtakes it
+            frames = stream.begin(request, self.ring.max_prefill)
+            if stream.finished:
                 return
-            self._seq += 1
-            stream.tally.candidate_bytes_up += self._send(stream.frame(specs, self._seq))
-            specs = []
+            sampling = dict(request.sampling or {})
+            self.ring.send_rule(Rule(stream.lane, stream.epoch, request.stop_tokens, sampling, request.row))
+            if self._verifier is not None:
+                chooser = make_chooser(sampling, request.row, self._model.config.vocab_size)
+                self._verifier.set_rule(stream.lane, stream.epoch, request.stop_tokens, chooser)
+            for frame in frames:
+                self._send(replace(frame, seq=next(self._seq)))
+        self._supply(stream)
+
+    def _supply(self, stream: Stream) -> None:
+        """Keep candidates flowing: now, or by the drafting thread."""
+        if self._drafting is not None:
+            self._drafting.wake()
+            return
+        while specs := stream.draft():
+            self._send_specs(stream, specs)
+
+    def _send_specs(self, stream: Stream, specs: list[NodeSpec]) -> None:
+        """Under the stream's lock, or where no other thread drafts."""
+        if specs:
+            stream.tally.candidate_bytes_up += self._send(stream.frame(specs, next(self._seq)))
 
     def _send(self, frame: PrefixFrame | NodesFrame) -> int:
         if not self.ring.embeds:

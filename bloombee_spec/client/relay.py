@@ -107,11 +107,18 @@ class RelayStream:
             self.drafter.observe(new)
         return new
 
-    def drop(self) -> None:
-        """Forget the host session, whatever it is doing."""
-        if self.connection is not None:
-            self.connection.close()
+    def stop(self, length: int) -> None:
+        """Keep `length` tokens and end."""
+        self.tally.tokens -= max(0, len(self.committed) - length)
+        del self.committed[length:]
+        self.held = min(self.held, length)
+        self.finished = True
+
+    def drop(self) -> threading.Thread | None:
+        """Forget the host session, whatever it is doing; the thread that ends it, if there is one."""
+        ending = None if self.connection is None else self.connection.close()
         self.connection, self.lap, self.held = None, None, 0
+        return ending
 
 
 class RelayDecoder:
@@ -167,21 +174,16 @@ class RelayDecoder:
 
     def stop(self, lane: int, length: int) -> None:
         """The caller wants no more of this stream: keep `length` tokens."""
-        stream = self.streams[lane]
-        stream.finished = True
-        del stream.committed[length:]
-        stream.held = min(stream.held, length)
+        self.streams[lane].stop(length)
 
     def close(self) -> list[Any]:
         """End all sessions; never raises. Plain servers do not tell what they counted."""
         for stream in self.streams:
             if stream.drafter is not None:
                 stream.drafter.close()
-        closing = [threading.Thread(target=stream.drop, daemon=True) for stream in self.streams]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join()
+        for thread in [stream.drop() for stream in self.streams]:
+            if thread is not None:
+                thread.join()
         return []
 
     def _drop_flying(self) -> None:

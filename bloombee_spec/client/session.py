@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class SpecSession:
         self._decoder: RingDecoder | RelayDecoder | None = None
         self._host_session: Any = None
         self._position = 0
+        self._pending: list[StreamRequest] = []
         self._closed = False
         self._open_s = 0.0
 
@@ -50,7 +52,7 @@ class SpecSession:
         if longest > self._max_length:
             raise ValueError(f"maximum length exceeded: {longest} tokens, the session was opened for {self._max_length}")
         retries = 0
-        pending = list(requests)
+        self._pending = pending = list(requests)
         while True:
             decoder = None
             try:
@@ -75,6 +77,9 @@ class SpecSession:
                 time.sleep(delay)
 
     def stop(self, lane: int, length: int) -> None:
+        """The caller wants no more of this stream: keep `length` tokens."""
+        request = self._pending[lane]
+        self._pending[lane] = replace(request, tokens=request.tokens[:length], limit=length)
         if self._decoder is not None:
             self._decoder.stop(lane, length)
 
@@ -161,7 +166,8 @@ class SpecSession:
             hits_by_depth=dict(tally.hits_by_depth), sent_by_depth=dict(tally.sent_by_depth),
             rows_computed=tally.rows_computed, rows_dropped=tally.rows_dropped, bytes_up=up, bytes_down=down,
             candidate_bytes_up=tally.candidate_bytes_up, commit_bytes_down=tally.commit_bytes_down, open_s=self._open_s,
-            prefill_s=first - started, decode_s=time.perf_counter() - first, draft_s=tally.draft_s, retries=tally.retries,
+            prefill_s=first - started, decode_s=time.perf_counter() - first, draft_s=tally.draft_s, hedge_s=tally.hedge_s,
+            hedge_hits=tally.hedge_hits, hedge_misses=tally.hedge_misses, retries=tally.retries,
             route=route,
         )  # fmt: skip
 
@@ -208,6 +214,6 @@ class SpecSession:
 
 
 def _continued(request: StreamRequest, tokens: list[int]) -> StreamRequest:
-    return StreamRequest(
-        (*request.tokens, *tokens), request.limit, request.stop_tokens, request.sampling, request.row
-    )
+    """What is left to do; nothing after a stop token, so that a rebuilt ring does not go on behind it."""
+    known = (*request.tokens, *tokens)
+    return replace(request, tokens=known, limit=len(known) if tokens[-1] in request.stop_tokens else request.limit)

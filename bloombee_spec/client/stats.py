@@ -20,6 +20,7 @@ class SpecStats:
     :param hits_by_depth: depth below the root when sent, to committed candidates; `sent_by_depth` alike
     :param rows_computed: rows that any stage computed, prompt included; `rows_dropped` rows that were dropped as dead
     :param bytes_up: bytes of frames that the client sent; `bytes_down` that it received
+    :param draft_s: seconds that drafters spent on candidates, `hedge_s` on answers to other outcomes; `hedge_hits` misses whose answer was ready
     :param route: one line per stage: blocks and peer
     :param stages: what each stage counted for the whole session, when it answered
     """
@@ -42,6 +43,9 @@ class SpecStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     draft_s: float = 0.0
+    hedge_s: float = 0.0
+    hedge_hits: int = 0
+    hedge_misses: int = 0
     retries: int = 0
     route: tuple[str, ...] = ()
     stages: tuple[Statistics | None, ...] = ()
@@ -72,4 +76,7 @@ class Tally:
     candidate_bytes_up: int = 0
     commit_bytes_down: int = 0
     draft_s: float = 0.0
+    hedge_s: float = 0.0
+    hedge_hits: int = 0
+    hedge_misses: int = 0
     retries: int = 0

@@ -1,17 +1,23 @@
-"""The client's side of one decoding stream: its token tree, its drafter, what is in flight. No I/O here: frames in, frames out."""
+"""The client's side of one decoding stream: its token tree, its drafter, what is in flight. No I/O here: frames in, frames out.
+
+The decode loop calls `begin`, `commit` and `stop`; drafting (`ask`, `answer`, …) may run in another thread. Both hold `lock`, which is never held
+while the drafter thinks.
+"""
 
 from __future__ import annotations
 
-import heapq
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bloombee_spec.client.candidates import Ask, Candidates, root_ref_of
 from bloombee_spec.client.stats import Tally
 from bloombee_spec.config import SpecConfig
-from bloombee_spec.draft.base import Drafter
-from bloombee_spec.tree import Node, NodeSpec, TokenTree, committed_ref
+from bloombee_spec.draft.base import Drafter, Proposal
+from bloombee_spec.draft.cache import HedgeCache
+from bloombee_spec.tree import NodeSpec, TokenTree
 from bloombee_spec.wire.frames import CommitFrame, FrameError, NodesFrame, PrefixFrame
 
 
@@ -42,185 +48,157 @@ class Stream:
     def __init__(self, lane: int, drafter: Drafter | None, config: SpecConfig, *, credits: int, inject: bool):
         self.lane, self.drafter, self.config = lane, drafter, config
         self.credits, self.inject = min(credits, config.max_candidates), inject
+        self.lock = threading.Lock()
         self.tree = TokenTree()
+        self.candidates = Candidates(self.tree, config.min_probability)
+        self.hedges = HedgeCache()
         self.epoch = 0
         self.request = StreamRequest((), 0)
         self.finished = True
         self.tally = Tally()
         self._held = 0  # rows that surely passed all stages: those below a token that was committed from them
-        self._root_ref = 0
-        self._next_id = 0
-        self._lap: dict[int, int] = {}  # node id -> lap in which its row travels
-        self._root_lap = 0
-        self._depth: dict[int, int] = {}  # node id -> depth below the root when it was sent
-        self._chance: dict[int, float] = {}  # node id -> probability of its path below the root of that time
-        self._asked: set[int] = set()  # nodes below which the drafter was asked; -1 for the root
+        self._lessons: list[tuple[bool, tuple[int, ...]]] = []  # for the drafter: (start over?, tokens)
 
     # ---------------------------------------------------------------- a turn
 
-    def begin(self, request: StreamRequest, seq: int, chunk: int) -> list[PrefixFrame]:
-        """Start from `request.tokens`; only what the stages do not hold yet is sent, in chunks of at most `chunk` tokens."""
+    def begin(self, request: StreamRequest, chunk: int) -> list[PrefixFrame]:
+        """Start from `request.tokens`; only what the stages do not hold yet is sent, in chunks of at most `chunk` tokens.
+
+        :returns: frames without numbers (`seq`)
+        """
         known, tokens = self.tree.committed, request.tokens
         same = next((i for i, (a, b) in enumerate(zip(known, tokens)) if a != b), min(len(known), len(tokens)))
         start = max(0, min(same, self._held, len(tokens) - 1))
         self._held = start
         self.request, self.finished = request, len(tokens) >= request.limit
         self.epoch += 1
-        self.tree.rewind(min(start, len(known)))
+        self.tree.rewind(start)
         for token in tokens[start:]:
             self.tree.commit(token)
-        self._reset_candidates()
-        self._root_ref, self._root_lap = committed_ref(len(tokens) - 1), 1
+        self.candidates.restart(root_ref_of(len(tokens)), lap=1)
+        self.hedges.clear()
         self.tally = Tally()
-        if self.drafter is not None:
-            self.drafter.start(tokens)
-        ends = range(start, len(tokens), chunk)
+        self._lessons = [(True, tokens)]
         return [
             PrefixFrame(
-                self.lane, self.epoch, seq + i, at, tokens[at : at + chunk], at + chunk >= len(tokens), request.limit
+                self.lane, self.epoch, 0, at, tokens[at : at + chunk], at + chunk >= len(tokens), request.limit
             )
-            for i, at in enumerate(ends)
+            for at in range(start, len(tokens), chunk)
         ]
 
-    def commit(self, frame: CommitFrame) -> tuple[list[int], NodeSpec | None]:
+    def commit(self, frame: CommitFrame) -> tuple[list[int], list[NodeSpec]]:
         """Apply a commit frame; one of an older epoch is ignored.
 
-        :returns: new tokens, and the corrected token as a node when the client has to send it
+        :returns: new tokens, and nodes to send at once: after a miss the corrected token, if the client has to send it, with
+            what was drafted ahead for just this outcome
         :raises FrameError: the verifier skipped a position, or runs ahead of the client's epoch
         """
         if frame.epoch < self.epoch or self.finished:
-            return [], None
+            return [], []
         if frame.epoch > self.epoch or frame.position > self.tree.length:
             raise FrameError(
                 f"commit at {frame.position} in epoch {frame.epoch}, expected {self.tree.length} in {self.epoch}"
             )
         self.tally.rows_computed += frame.computed
         self.tally.rows_dropped += frame.dropped
-        new = list(frame.tokens[max(0, self.tree.length - frame.position) :])
-        correction: NodeSpec | None = None
+        specs: list[NodeSpec] = []
         taken: list[int] = []
-        for token in new:
-            if self.finished:
-                break
-            correction = self._commit_one(token)
+        for token in frame.tokens[max(0, self.tree.length - frame.position) :]:
+            specs = self._commit_one(token)
             taken.append(token)
             if self.tree.length >= self.request.limit or token in self.request.stop_tokens:
                 self.finished = True
-        if taken and self.drafter is not None:
-            self.drafter.observe(taken)
-        return taken, None if self.finished else correction
+                break
+        if taken:
+            self._lessons.append((False, tuple(taken)))
+        return taken, [] if self.finished else specs
 
     def stop(self, length: int) -> None:
         """The caller wants no more: keep `length` tokens, and enter a new epoch so that what is in flight is ignored."""
         self.finished = True
         self.epoch += 1
         self.tree.rewind(min(length, self.tree.length))
+        self.candidates.restart(root_ref_of(self.tree.length), lap=1)
+        self.hedges.clear()
         self._held = min(self._held, self.tree.length)
 
-    def _commit_one(self, token: int) -> NodeSpec | None:
+    def _commit_one(self, token: int) -> list[NodeSpec]:
         commit = self.tree.commit(token)
         self._held = commit.position
         self.tally.tokens += 1
-        self.tally.laps = max(self.tally.laps, self._root_lap)
-        for node in commit.dead:
-            self._forget(node.id)
+        self.tally.laps = max(self.tally.laps, self.candidates.root_lap)
         if commit.hit is not None:
             self.tally.hits += 1
-            self.tally.hits_by_depth[self._depth[commit.hit.id]] += 1
-            self._root_ref, self._root_lap = commit.hit.id, self._lap[commit.hit.id]
-            if commit.hit.id in self._asked:
-                self._asked.add(-1)
-            else:
-                self._asked.discard(-1)
-            chance = max(self._chance[commit.hit.id], 1e-9)
-            for node_id in self.tree.nodes:
-                self._chance[node_id] /= chance
-            self._forget(commit.hit.id)
-            return None
+            self.tally.hits_by_depth[self.candidates.move(commit)] += 1
+            self.hedges.commit(token)
+            return []
         self.tally.misses += 1
-        self._root_lap += 1
-        old_root = self._root_ref
-        self._reset_candidates()
+        lap = self.candidates.root_lap + 1
+        specs: list[NodeSpec] = []
         if self.inject:
-            self._root_ref = committed_ref(commit.position)
-            return None
-        correction = NodeSpec(self._take_id(), old_root, token)
-        self.tree.extend((correction,))  # known as the root from now on
-        self._root_ref = correction.id
-        return correction
+            self.candidates.restart(root_ref_of(self.tree.length), lap)
+        else:
+            specs.append(self.candidates.correct(token))
+            self.tree.extend(specs)  # known as the root from now on
+            self.candidates.restart(specs[0].id, lap)
+        if self.drafter is not None and not self.drafter.instant and self.config.hedges:
+            prepared = self.hedges.miss(token)
+            self.tally.hedge_hits += prepared is not None
+            self.tally.hedge_misses += prepared is None
+            if prepared is not None:
+                ask = self.candidates.next_ask(self.room, self.config.max_depth, self.deepest)
+                specs += self._placed(ask, prepared) if ask is not None else []
+        return specs
 
     # ---------------------------------------------------------------- drafting
 
-    def draft(self) -> list[NodeSpec]:
-        """New candidates, parents first, best paths first, as many as credits and probabilities allow."""
+    @property
+    def room(self) -> int:
+        return self.credits - len(self.tree)
+
+    @property
+    def deepest(self) -> int:
+        """No candidate at the limit or beyond: nothing is verified there."""
+        return self.request.limit - 1
+
+    def ask(self) -> Ask | None:
+        """The next question for the drafter, None when there is no room, or nothing likely enough to ask."""
         if self.drafter is None or self.finished:
-            return []
-        started = time.perf_counter()
-        room = min(self.credits - len(self.tree), self.config.burst)
-        deepest = self.request.limit - 1  # no candidate at the limit or beyond: nothing is verified there
+            return None
+        return self.candidates.next_ask(min(self.room, self.config.burst), self.config.max_depth, self.deepest)
+
+    def lessons(self) -> list[tuple[bool, tuple[int, ...]]]:
+        """What the drafter has to learn before it answers: `(start over?, tokens)` in order; handed out once."""
+        lessons, self._lessons = self._lessons, []
+        return lessons
+
+    def answer(self, ask: Ask, proposals: Sequence[Proposal]) -> list[NodeSpec]:
+        """Candidates to send; none when the question is void by now."""
+        return [] if self.finished else self._placed(ask, proposals)
+
+    def draft(self) -> list[NodeSpec]:
+        """Ask a drafter that answers at once, until it has nothing more for one burst."""
         specs: list[NodeSpec] = []
-        anchors = self._anchors()
-        while room > 0 and anchors:
-            key, _, anchor = heapq.heappop(anchors)
-            path = [] if anchor is None else [node.token for node in anchor.path()]
-            self._asked.add(-1 if anchor is None else anchor.id)
-            depth = min(self.config.max_depth - len(path), deepest - (self.tree.length - 1 + len(path)))
-            if depth <= 0:
-                continue
-            proposals = self.drafter.propose(path, room, max_depth=depth)
-            placed: list[Node | None] = []
-            for proposal in proposals:
-                parent = anchor if proposal.parent < 0 else placed[proposal.parent]
-                lost = proposal.parent >= 0 and parent is None
-                parent_chance = -key if parent is anchor else self._chance[parent.id] if parent is not None else 0.0
-                if lost or room <= 0 or parent_chance * proposal.prob < self.config.min_probability:
-                    placed.append(None)
-                    continue
-                found = self.tree.child_of_root(proposal.token) if parent is None else parent.child(proposal.token)
-                if found is None:
-                    found = self._add(parent, proposal.token, parent_chance * proposal.prob, specs)
-                    room -= 1
-                    heapq.heappush(anchors, (-self._chance[found.id], found.id, found))
-                if proposal.parent >= 0 and parent is not None:
-                    self._asked.add(parent.id)
-                placed.append(found)
-            anchors = [entry for entry in anchors if (entry[2].id if entry[2] is not None else -1) not in self._asked]
-            heapq.heapify(anchors)
-        self.tally.draft_s += time.perf_counter() - started
+        while len(specs) < self.config.burst and (ask := self.ask()) is not None:
+            started = time.perf_counter()
+            proposals = think(self.drafter, self.lessons(), ask) if self.drafter is not None else []
+            self.tally.draft_s += time.perf_counter() - started
+            specs += self.answer(ask, proposals)
         return specs
 
     def frame(self, specs: Sequence[NodeSpec], seq: int) -> NodesFrame:
         return NodesFrame(self.lane, self.epoch, seq, tuple(specs))
 
-    def _anchors(self) -> list[tuple[float, int, Node | None]]:
-        """Where the drafter was not asked yet, the most probable first: a heap of (-chance, tie, node)."""
-        anchors: list[tuple[float, int, Node | None]] = [] if -1 in self._asked else [(-1.0, -1, None)]
-        anchors += [
-            (-self._chance[node.id], node.id, node) for node in self.tree.nodes.values() if node.id not in self._asked
-        ]
-        heapq.heapify(anchors)
-        return anchors
+    def _placed(self, ask: Ask, proposals: Sequence[Proposal]) -> list[NodeSpec]:
+        specs = self.candidates.place(ask, proposals, self.room)
+        self.tally.proposed += len(specs)
+        for spec in specs:
+            self.tally.sent_by_depth[self.candidates.depth_of(spec)] += 1
+        return specs
 
-    def _add(self, parent: Node | None, token: int, chance: float, specs: list[NodeSpec]) -> Node:
-        spec = NodeSpec(self._take_id(), self._root_ref if parent is None else parent.id, token)
-        (verdict,) = self.tree.extend((spec,))
-        assert verdict.node is not None
-        specs.append(spec)
-        depth = verdict.position - self.tree.length + 1
-        self._chance[spec.id], self._depth[spec.id] = chance, depth
-        self._lap[spec.id] = self._root_lap if parent is None else self._lap[parent.id]
-        self.tally.proposed += 1
-        self.tally.sent_by_depth[depth] += 1
-        return verdict.node
 
-    def _take_id(self) -> int:
-        node_id, self._next_id = self._next_id, self._next_id + 1
-        return node_id
-
-    def _forget(self, node_id: int) -> None:
-        for book in (self._lap, self._depth, self._chance):
-            book.pop(node_id, None)
-        self._asked.discard(node_id)
-
-    def _reset_candidates(self) -> None:
-        self._lap, self._depth, self._chance, self._asked = {}, {}, {}, set()
+def think(drafter: Drafter, lessons: Sequence[tuple[bool, tuple[int, ...]]], ask: Ask, **options: Any) -> list[Proposal]:
+    """Teach the drafter what was committed meanwhile, then put the question."""
+    for start_over, tokens in lessons:
+        drafter.start(tokens) if start_over else drafter.observe(tokens)
+    return drafter.propose(ask.path, ask.room, max_depth=ask.depth, **options)

@@ -165,10 +165,8 @@ class SuffixAutomaton:
 
     def _count_tail(self, token: int) -> None:
         link, lengths, counts, recent = self._link, self._length, self._count, self._recent
-        state, length = self._tail, self._tail_length
-        while state != ROOT and lengths[link[state]] >= length:  # it was split since
-            state = link[state]
-        state, length = self._follower(state, token), min(length + 1, self.max_context + 1)
+        # The tail may have been split just now, but both halves still have the same followers.
+        state, length = self._follower(self._tail, token), min(self._tail_length + 1, self.max_context + 1)
         while lengths[link[state]] >= length:
             state = link[state]
         self._tail, self._tail_length = state, length

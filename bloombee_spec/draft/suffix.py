@@ -62,6 +62,7 @@ class SuffixDrafter(Drafter):
     """
 
     name = "suffix"
+    instant = True
 
     def __init__(self, config: SuffixConfig | None = None, corpus: Corpus | None = shared_corpus) -> None:
         self.config = config or SuffixConfig()

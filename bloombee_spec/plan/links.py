@@ -44,11 +44,11 @@ class LinkEstimate:
 class LinkMeter:
     """Running estimate of one direction of a link.
 
-    Least squares with exponential forgetting over two kinds of frames: one that found the link free took
-    `delay + 8·bytes/bandwidth`; one that left while its predecessor still occupied the link came `8·bytes/bandwidth` after
-    it, which says nothing about the delay. Outliers are pulled in to `OUTLIER` mean absolute errors, so that one stall does
-    not rewrite the estimate and a lasting change does. While all frames have one size and none queues, only the delay
-    moves: a bandwidth cannot be seen then.
+    Least squares with exponential forgetting over two kinds of frames: one that found the link free took `delay +
+    8·bytes/bandwidth`; one that left while its predecessor still occupied the link came `8·bytes/bandwidth` after it,
+    which says nothing about the delay. Outliers are pulled in to `OUTLIER` mean absolute errors, so that one stall
+    does not rewrite the estimate and a lasting change does. While all frames have one size and none queues, only the
+    delay moves: a bandwidth cannot be seen then.
 
     :param initial: from the last session with this peer, or a guess
     :param half_life: samples after which a sample counts half
