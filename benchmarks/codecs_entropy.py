@@ -25,8 +25,8 @@ def stage_table(recordings: Sequence[Recording]) -> str:
     from benchmarks.codecs import SIZES, least_time
 
     rows = {half: torch.cat([r.steps[b][:, 0] for b in BOUNDARIES for r in recordings[half::2]]) for half in (0, 1)}
-    counts = np.bincount(_plane(rows[0]), minlength=128)
-    plane, hidden = _plane(rows[1]), rows[1].shape[1]
+    counts = np.bincount(symbol_plane(rows[0]), minlength=128)
+    plane, hidden = symbol_plane(rows[1]), rows[1].shape[1]
     lines = [
         "| stage | bits per symbol, 1 row | 8 rows | 64 rows | encode / decode, ns per symbol: 1 row | 64 rows |",
         "|---|---|---|---|---|---|",
@@ -46,7 +46,7 @@ def stage_table(recordings: Sequence[Recording]) -> str:
     return "\n".join(lines) + f"\n\nEntropy of the symbols: {entropy:.3f} bits."
 
 
-def _plane(rows: torch.Tensor) -> Plane:
+def symbol_plane(rows: torch.Tensor) -> Plane:
     return _symbols(bits_of(rows).numpy().view(np.uint16), _LAYOUTS[rows.dtype])[1].reshape(-1)
 
 

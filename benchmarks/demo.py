@@ -48,7 +48,10 @@ def side_by_side(left: str, right: str, titles: tuple[str, str]) -> str:
 def show(job: Job, plain: Result, ours: Result, texts: tuple[str, str]) -> None:
     say()
     say(f"=== {job.name} ({len(job.ids)} prompt tokens)")
-    titles = (f"host: {plain.tokens_per_second:.2f} tok/s", f"plugin: {ours.tokens_per_second:.2f} tok/s, {ours.stats['laps']} laps")
+    titles = (
+        f"host: {plain.tokens_per_second:.2f} tok/s",
+        f"plugin: {ours.tokens_per_second:.2f} tok/s, {ours.stats['laps']} laps",
+    )
     say(side_by_side(*texts, titles))
     say("same tokens" if plain.tokens == ours.tokens else "DIFFERENT TOKENS")
 
@@ -61,7 +64,10 @@ def run(args: argparse.Namespace, model: Path) -> Sequence[Row]:
     jobs = make_jobs(model, chosen_prompts(), args.new_tokens)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bloombee-spec-") as work_dir:
-        say(f"starting a bootstrap peer and {args.stages} servers ({n_blocks} blocks), {args.delay_ms:g} ms one way, {args.mbps:g} Mbps …")
+        say(
+            f"starting a bootstrap peer and {args.stages} servers ({n_blocks} blocks), "
+            f"{args.delay_ms:g} ms one way, {args.mbps:g} Mbps …"
+        )
         with start_swarm(args, model, Path(work_dir), n_blocks) as swarm:
             say("swarm is up; decoding with the host's own generate …")
             limit = SECONDS_PER_TOKEN * args.new_tokens
@@ -69,7 +75,9 @@ def run(args: argparse.Namespace, model: Path) -> Sequence[Row]:
             say("decoding with bloombee-spec …")
             ours = run_jobs(swarm, SUFFIX, jobs, limit_s=limit)
             for job, before, after in zip(jobs, plain, ours):
-                decoded = tuple(tokenizer.decode(result.tokens, skip_special_tokens=True) for result in (before, after))
+                decoded = tuple(
+                    tokenizer.decode(result.tokens, skip_special_tokens=True) for result in (before, after)
+                )
                 show(job, before, after, (decoded[0], decoded[1]))
                 rows += [make_row(HOST, before, before), make_row(SUFFIX, after, before)]
             say()

@@ -11,9 +11,11 @@ from bloombee_spec.draft.scripted import Script, ScriptedDrafter
 
 
 def make_drafter_factory(script: dict[str, Any], job: dict[str, Any]) -> Callable[[], Drafter]:
-    """A scripted drafter for the job at hand: it replays `job["target"]`, the tokens that the host decoded before, with seeded errors.
+    """A scripted drafter for the job at hand: it replays `job["target"]`, the tokens that the host decoded before,
+    with seeded errors.
 
-    No drafter of production quality exists for the test model; this one shows what the system does with one of a given quality.
+    No drafter of production quality exists for the test model; this one shows what the system does with one of a given
+    quality.
     """
 
     def make() -> Drafter:

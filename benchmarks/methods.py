@@ -12,10 +12,15 @@ SUFFIX: Method = {"name": "plugin suffix", "kind": "plugin", "drafter": "suffix"
 
 
 def host_speculative(dropped_layers: int) -> Method:
-    return {"name": f"host speculative (target - {dropped_layers} layers)", "kind": "host-speculative", "dropped_layers": dropped_layers}
+    return {
+        "name": f"host speculative (target - {dropped_layers} layers)",
+        "kind": "host-speculative",
+        "dropped_layers": dropped_layers,
+    }
 
 
 def scripted(acceptance: float, **script: Any) -> Method:
-    """A drafter that replays the target's own output and errs on purpose: says what the system does at this acceptance."""
+    """A drafter that replays the target's own output and errs on purpose: says what the system does at this
+    acceptance."""
     name = f"plugin scripted(h={acceptance:g})"
     return {"name": name, "kind": "plugin", "script": {"acceptance": acceptance, **script}}

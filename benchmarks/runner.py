@@ -64,10 +64,13 @@ def run_jobs(
         task.write_text(
             json.dumps(
                 {
-                    "method": method, "model": str(swarm.model), "peers": swarm.initial_peers, "prefix": swarm.dht_prefix,
+                    "method": method,
+                    "model": str(swarm.model),
+                    "peers": swarm.initial_peers,
+                    "prefix": swarm.dht_prefix,
                     "jobs": [vars(job) for job in left],
                 }
-            )  # fmt: skip
+            )
         )
         log = _run_client(task, out, CLIENT_START_S + limit_s * len(left), swarm.work_dir / f"{stamp}-{attempt}.log")
         done.update({result.job: result for result in _read(out)})
@@ -119,5 +122,7 @@ def local_reference(model: Path, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
 
 
 def git_revision() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"

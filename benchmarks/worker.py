@@ -1,6 +1,7 @@
 """One client process: decodes prompts by one method and writes a JSON line per result. Started by `benchmarks.runner`.
 
-A process of its own for each method, with a time limit outside: stock clients of these hosts can hang after a few calls.
+A process of its own for each method, with a time limit outside: stock clients of these hosts can hang after a few
+calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ Decode = Callable[[list[int], int, dict[str, Any]], tuple[list[int], dict[str, A
 """(prompt ids, most new tokens, the job) to (new ids, statistics)."""
 
 
-def load_method(method: dict[str, Any], model: str, peers: list[str], prefix: str) -> tuple[Decode, Callable[[], None]]:
+def load_method(
+    method: dict[str, Any], model: str, peers: list[str], prefix: str
+) -> tuple[Decode, Callable[[], None]]:
     """The decode function of a method, and how to close what it opened."""
     common: dict[str, Any] = {
         "initial_peers": peers, "dht_prefix": prefix, "torch_dtype": torch.float32, "show_route": False,
@@ -59,9 +62,13 @@ def _host_speculative(method: dict[str, Any], model: str, common: dict[str, Any]
 
     from benchmarks.drafters import without_layers
 
-    small = without_layers(LlamaForCausalLM.from_pretrained(model, torch_dtype=torch.float32), method["dropped_layers"])
+    small = without_layers(
+        LlamaForCausalLM.from_pretrained(model, torch_dtype=torch.float32), method["dropped_layers"]
+    )
 
-    class Built(HostModel):  # from_pretrained cannot pass a model on: it tries to write every argument into a JSON log line
+    class Built(
+        HostModel
+    ):  # from_pretrained cannot pass a model on: it tries to write every argument into a JSON log line
         def __init__(self, config: Any) -> None:
             super().__init__(config, small)
 
@@ -72,8 +79,8 @@ def _host_speculative(method: dict[str, Any], model: str, common: dict[str, Any]
 
 
 def _plugin(method: dict[str, Any], model: str, common: dict[str, Any]) -> tuple[Decode, Callable[[], None]]:
-    from bloombee_spec import AutoDistributedSpecModelForCausalLM, SpecConfig
     from benchmarks.drafters import make_drafter_factory
+    from bloombee_spec import AutoDistributedSpecModelForCausalLM, SpecConfig
 
     config = SpecConfig(strict=True, drafter=method.get("drafter", "suffix"), **method.get("config", {}))
     job_now: dict[str, Any] = {}

@@ -16,7 +16,9 @@ Chooser = Callable[[torch.Tensor, Sequence[int]], int]
 GREEDY = SamplingSpec(prompt_length=0)
 
 
-def make_chooser(sampling: Mapping[str, Any], row: int, vocab_size: int, device: torch.device | str = "cpu") -> Chooser:
+def make_chooser(
+    sampling: Mapping[str, Any], row: int, vocab_size: int, device: torch.device | str = "cpu"
+) -> Chooser:
     """:param sampling: `SamplingSpec` on the wire; empty means greedy
     :param row: row of the shared noise
     :raises ValueError: an option is unknown or out of range

@@ -13,9 +13,11 @@ class SpecConfig:
     """How the drop-in class decodes. Every field has a default that works; see `docs/` for the reasoning."""
 
     drafter: Any = "suffix"
-    """A drafter's name (`"suffix"`, `"none"`, `"model:PATH"`, an entry point), a `Drafter`, or a function that makes one per stream."""
+    """A drafter's name (`"suffix"`, `"none"`, `"model:PATH"`, an entry point), a `Drafter`, or a function that makes
+    one per stream."""
     mode: str = "auto"
-    """`ring`: servers with the plugin only. `relay`: through the host's own sessions. `auto`: ring where the swarm allows it, else relay.
+    """`ring`: servers with the plugin only. `relay`: through the host's own sessions. `auto`: ring where the swarm
+    allows it, else relay.
     `off`: the host's own decoding."""
     speculate: bool = True
     """False: plain decoding through the ring, one token per lap."""

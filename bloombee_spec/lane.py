@@ -1,7 +1,9 @@
 """Bookkeeping of one decoding stream at one stage: which rows wait, where their KV goes, what is dead.
 
-No tensors are computed here. The event loop calls `accept_*`, the runtime thread calls `take` and `finish`; the session's lock
-is held around each call. Columns of the KV buffer: `0 .. arena-1` candidates, `arena + p` the committed token at position `p`.
+No tensors are computed here. The event loop calls `accept_*`, the runtime thread calls `take` and `finish`; the
+session's lock
+is held around each call. Columns of the KV buffer: `0 .. arena-1` candidates, `arena + p` the committed token at
+position `p`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +25,8 @@ FORWARDED_IDS = 256  # canonical ids remembered for parents that a late frame ma
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """One row to compute. `node` is None for a canonical row: its position is committed and its KV goes to the prefix."""
+    """One row to compute. `node` is None for a canonical row: its position is committed and its KV goes to the
+    prefix."""
 
     id: int
     parent: int
@@ -65,8 +69,10 @@ class LaneBatch:
     prefix: PrefixFrame | None = None
     prefix_rows: int = 0
     seq: int = 0
-    columns: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # [n] destination of each row
-    mask: np.ndarray | None = None  # [n, end - begin]; None when every row sees the whole slice
+    columns: np.ndarray[Any, np.dtype[Any]] = field(
+        default_factory=lambda: np.empty(0, dtype=np.int64)
+    )  # [n] destination of each row
+    mask: np.ndarray[Any, np.dtype[Any]] | None = None  # [n, end - begin]; None when every row sees the whole slice
     begin: int = 0  # the attended slice of the KV buffer
     end: int = 0
 
@@ -79,7 +85,8 @@ class Lane:
     """
     :param arena: columns for candidates; the sender keeps at most this many alive (credits)
     :param max_length: committed positions that the KV buffer holds
-    :param inject: this stage embeds tokens, so after a miss it starts the canonical row itself instead of waiting for the client
+    :param inject: this stage embeds tokens, so after a miss it starts the canonical row itself instead of waiting for
+        the client
     """
 
     def __init__(self, *, arena: int, max_length: int, inject: bool):
@@ -105,7 +112,9 @@ class Lane:
         self._newest_epoch = 0  # announced by a prefix; `epoch` follows once the commits before it are here
         self._moves: list[tuple[int, int]] = []
         self._forwarded: OrderedDict[int, int] = OrderedDict()  # position -> id under which its row left this stage
-        self._renamed: OrderedDict[int, int] = OrderedDict()  # id of a duplicate canonical node -> the id that was forwarded
+        self._renamed: OrderedDict[int, int] = (
+            OrderedDict()
+        )  # id of a duplicate canonical node -> the id that was forwarded
 
     # ---------------------------------------------------------------- frames in
 
@@ -137,6 +146,8 @@ class Lane:
         for i, spec in enumerate(frame.nodes):
             self._waiting.append(_WaitingNode(frame.epoch, spec, None if hidden is None else hidden[i]))
         self._waiting_nodes += len(frame.nodes)
+        if self._waiting and isinstance(self._waiting[-1], _Answer):
+            self._waiting.pop()
         self._waiting.append(_Answer(frame.seq))
         self._admit()
 
@@ -153,7 +164,8 @@ class Lane:
         return commits
 
     def accept_rewind(self, frame: RewindFrame) -> None:
-        """The client has seen all commits up to `frame.position`, so those that are not here yet are on their way: wait for them."""
+        """The client has seen all commits up to `frame.position`, so those that are not here yet are on their way:
+        wait for them."""
         if frame.epoch <= self.epoch:
             self._waiting_rewind = None
         elif frame.position > self.max_length:
@@ -181,7 +193,9 @@ class Lane:
     def stopped(self) -> bool:
         """The verifier commits nothing more in this epoch: the limit is reached, or a stop token was committed."""
         length = self.tree.length
-        return length >= self.limit or (length > 0 and self._after_prefix and self.tree.committed[-1] in self.stop_tokens)
+        return length >= self.limit or (
+            length > 0 and self._after_prefix and self.tree.committed[-1] in self.stop_tokens
+        )
 
     @property
     def has_work(self) -> bool:
@@ -223,7 +237,8 @@ class Lane:
         return batch
 
     def take_moves(self) -> list[tuple[int, int]]:
-        """Committed rows whose KV is to be copied `(from column, to column)`; the caller copies before the next forward."""
+        """Committed rows whose KV is to be copied `(from column, to column)`; the caller copies before the next
+        forward."""
         moves, self._moves = self._moves, []
         for source, _ in moves:
             self.arena.give(source)
@@ -334,7 +349,8 @@ class Lane:
             self._waiting.popleft()
 
     def _purge(self) -> None:
-        """A new epoch is announced: of the older ones only commits still matter. Rows below its start passed this stage long ago."""
+        """A new epoch is announced: of the older ones only commits still matter. Rows below its start passed this
+        stage long ago."""
         seq = 0
         for item in (*self._queue, *self._waiting):
             if isinstance(item, _Answer):
@@ -393,7 +409,9 @@ class Lane:
             return True
         if self.scheduled < self.tree.length:
             raise FrameError(f"candidate at {verdict.position} before the row of its ancestor at {self.scheduled}")
-        row = Row(spec.id, spec.parent, spec.token, verdict.position, self.epoch, self.arena.take(), verdict.node, hidden)
+        row = Row(
+            spec.id, spec.parent, spec.token, verdict.position, self.epoch, self.arena.take(), verdict.node, hidden
+        )
         self._rows[spec.id] = row
         self._queue.append(row)
         return True
@@ -453,5 +471,3 @@ class Lane:
         book[key] = value
         while len(book) > FORWARDED_IDS:
             book.popitem(last=False)
-
-

@@ -1,6 +1,7 @@
 """The token tree: committed tokens plus the live candidates that continue them.
 
-Every participant of a route holds one and derives the same answer to "what is dead?" from the same committed tokens, so that
+Every participant of a route holds one and derives the same answer to "what is dead?" from the same committed tokens,
+so that
 nobody ever sends lists of indices.
 """
 
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -85,7 +87,8 @@ class Commit:
 class TokenTree:
     """Committed tokens and live candidates of one stream.
 
-    Node ids are chosen by the creator and unique within an epoch. Children of the root are in `roots`, in arrival order.
+    Node ids are chosen by the creator and unique within an epoch. Children of the root are in `roots`, in arrival
+    order.
     """
 
     def __init__(self, committed: Iterable[int] = ()):
@@ -180,7 +183,7 @@ class TokenTree:
     def child_of_root(self, token: int) -> Node | None:
         return next((node for node in self.roots if node.token == token), None)
 
-    def mask(self, rows: Sequence[Node]) -> np.ndarray:
+    def mask(self, rows: Sequence[Node]) -> np.ndarray[Any, np.dtype[Any]]:
         """Ancestor-or-self relation among `rows`: bool `[n, n]`, entry (i, j) true when row i sees row j."""
         index = {id(node): j for j, node in enumerate(rows)}
         mask = np.zeros((len(rows), len(rows)), dtype=bool)

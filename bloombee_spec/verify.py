@@ -26,7 +26,8 @@ class Committed:
 
 
 class Verifier:
-    """Walks one lane's tree as far as hidden rows reach. The LM head is applied to a row only once that row is the root.
+    """Walks one lane's tree as far as hidden rows reach. The LM head is applied to a row only once that row is the
+    root.
 
     :param lock: guards the lane; not held while the head computes
     """
@@ -66,9 +67,13 @@ class Verifier:
 
     def _commit_next(self, epoch: int) -> Commit | None:
         assert self._root is not None and self._chooser is not None
+        with self._lock:
+            if self._lane.epoch != epoch:
+                return None
+            prefix = list(self._lane.tree.committed)
         logits = self._head(self._root[None])[0]
         self.head_rows += 1
-        token = self._chooser(logits, self._lane.tree.committed)
+        token = self._chooser(logits, prefix)
         with self._lock:
             if self._lane.epoch != epoch:
                 return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.kv.buffer import KVShape
 from bloombee_spec.server.session import CLIENT, COMMIT, DATA, StageSession
-from bloombee_spec.wire.frames import CommitFrame, ControlFrame, RewindFrame, decode
+from bloombee_spec.wire.frames import CommitFrame, ControlFrame, NodesFrame, PrefixFrame, RewindFrame, decode
 from bloombee_spec.wire.messages import SESSION_BYTES, Open, Rule
 from tests.ring_model import POISON
 from tests.ring_world import Link, World
@@ -35,6 +35,9 @@ class Client:
         self.interrupt_after: int | None = None
         self.received: list[tuple[float, Any]] = []  # (time, frame) from the last stage
         self.sent: list[Any] = []  # prefix and candidate frames
+        self.rows: Counter[tuple[int, int]] = (
+            Counter()
+        )  # (stage, lane) -> rows that arrived there; the client is the last stage
         self._inbox: deque[Any] = deque()
         self._gone = False
         n = len(self.spans)
@@ -44,10 +47,18 @@ class Client:
         for i, session in enumerate(self.sessions):
             self._link_later(i, session)
         world.clients.append(self)
-        host: Any = SimpleNamespace(embed=lambda _, tokens: world.model.embed(tokens), logits=lambda _, rows: world.model.logits(rows))
+        host: Any = SimpleNamespace(
+            embed=lambda _, tokens: world.model.embed(tokens), logits=lambda _, rows: world.model.logits(rows)
+        )
         stand_in: Any = self
         self.decoder = RingDecoder(
-            host, world.model, stand_in, config, lanes=shape.lanes, max_length=shape.max_length, new_drafter=new_drafter
+            host,
+            world.model,
+            stand_in,
+            config,
+            lanes=shape.lanes,
+            max_length=shape.max_length,
+            new_drafter=new_drafter,
         )
 
     def _session(self, index: int, number: int) -> StageSession:
@@ -93,6 +104,7 @@ class Client:
             if isinstance(frame, ControlFrame):
                 session.set_rule(Rule.from_wire(frame.message))
             else:
+                self._count(index, frame)
                 session.accept(frame, source, len(data))
             self.world.stages[index].pool.wake()
 
@@ -100,8 +112,13 @@ class Client:
 
     def _from_stage(self, data: bytes) -> None:
         frame = decode(data)
+        self._count(len(self.spans), frame)
         self.received.append((self.world.now, frame))
         self._inbox.append(RingError(frame.message["reason"]) if isinstance(frame, ControlFrame) else frame)
+
+    def _count(self, stage: int, frame: Any) -> None:
+        if isinstance(frame, (PrefixFrame, NodesFrame)):
+            self.rows[stage, frame.lane] += len(frame.tokens if isinstance(frame, PrefixFrame) else frame.nodes)
 
     def _get(self, timeout: float) -> Any:
         while not self._inbox:

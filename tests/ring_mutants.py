@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from bloombee_spec.client.decoder import RingDecoder
 from bloombee_spec.client.stream import Stream
 from bloombee_spec.kv.arena import Arena
 from bloombee_spec.lane import Lane
@@ -38,7 +37,9 @@ class Mutant:
         found = inspect.getattr_static(self.owner, self.method)
         function = found.fget if isinstance(found, property) else getattr(found, "__wrapped__", found)
         source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.old) == 1, f"{self.owner.__name__}.{self.method} has changed: {self.old!r} is not there once"
+        assert source.count(self.old) == 1, (
+            f"{self.owner.__name__}.{self.method} has changed: {self.old!r} is not there once"
+        )
         lines = source.replace(self.old, self.new).split("\n")
         body = "\n".join(lines[next(i for i, line in enumerate(lines) if line.startswith("def ")) :])
         scope: dict[str, Any] = {}
@@ -53,7 +54,7 @@ CREDITS = {"arena": 2}
 
 MUTANTS = [
     # ---- rule 1: order, ancestors, positions
-    Mutant("rows leave in order of arrival", Lane, "take", "item = self._queue[0]", "self._queue.rotate(-1) if len(self._queue) > 1 and all(isinstance(i, Row) for i in self._queue) else None; item = self._queue[0]"),
+    Mutant("rows leave in order of arrival", Lane, "_insert", "self._queue.append(row)", "self._queue.appendleft(row)"),
     Mutant("a row sees itself and its ancestors", Lane, "_place", "row.node.path()]", "row.node.path()[-1:]]"),
     Mutant("a row sees no other branch", Lane, "_place", "mask[i, np.asarray(path, dtype=np.int64) - batch.begin] = True", "mask[i, : size - batch.begin] = bool(path)"),
     Mutant("a row sees the whole committed prefix", Lane, "_place", "else length for row", "else length - 1 for row"),
@@ -64,7 +65,6 @@ MUTANTS = [
     Mutant("commits of an older epoch are ignored by the client", Stream, "commit", "frame.epoch < self.epoch or self.finished", "self.finished", game=STOP),
     Mutant("candidates of an older epoch are dropped", Lane, "_admit", "elif item.epoch < self.epoch:", "elif False:", game=STOP),
     Mutant("prefixes of an older epoch are ignored", Lane, "_start_prefix", "if frame.epoch < self.epoch:", "if False:", game=STOP),
-    Mutant("an older prefix chunk is not computed", Lane, "take", "if frame.epoch == self.epoch:", "if True:", game={"ends": ("interrupt",)}),
     Mutant("rows of an older epoch are dead", Lane, "is_live", "row.epoch == self.epoch and row.position < self.tree.length", "row.position < self.tree.length", game={"ends": ("stop", "interrupt"), "turns": 3}),
     Mutant("a verifier forgets the rows of an older epoch", Verifier, "step", "if self._epoch != epoch:", "if False:", game=STOP),
     Mutant("a verifier waits for the epoch's rule", Verifier, "step", "and lane.rule_epoch == epoch", "", shape={"verify": True}),
@@ -74,17 +74,16 @@ MUTANTS = [
     Mutant("a new epoch starts from computed rows only", Lane, "_enter_epoch", "self.scheduled = self.filled", "self.scheduled = max(self.tree.length - 1, 0)", game={"ends": ("interrupt",)}),
     Mutant("a rewind forgets what is behind it", Lane, "_truncate", "self.filled = min(self.filled, position)", "pass"),
     # ---- rule 3: the client decides what was emitted
-    Mutant("the client counts on computed rows only", Stream, "begin", "min(same, self._held, len(tokens) - 1)", "min(same, max(len(known) - 1, 0), len(tokens) - 1)", game={"ends": ("interrupt",)}),
-    Mutant("an edited history is sent again from the edit", Stream, "begin", "min(same, self._held, len(tokens) - 1)", "min(self._held, len(tokens) - 1)"),
+    Mutant("the client counts on computed rows only", Stream, "begin", "min(same, self.held, len(tokens) - 1)", "min(same, max(len(known) - 1, 0), len(tokens) - 1)", game={"ends": ("interrupt",)}),
+    Mutant("an edited history is sent again from the edit", Stream, "begin", "min(same, self.held, len(tokens) - 1)", "min(self.held, len(tokens) - 1)"),
     Mutant("a stop token ends the stream at the client", Stream, "commit", "or token in self.request.stop_tokens", "", game=RUN),
     Mutant("a stop token ends the stream at the verifier", Lane, "stopped", "and self.tree.committed[-1] in self.stop_tokens", "and False", game=RUN),
     Mutant("the limit ends the stream at the verifier", Lane, "stopped", "length >= self.limit or", "", game=RUN),
     # ---- rule 4: every frame is answered, credits
     Mutant("dead frames are answered too", StageSession, "emit", "if nodes or prefix is None or batch.seq > prefix.seq", "if nodes"),
     Mutant("dropped rows are counted", Lane, "finish", "self._drop(len(survivors) - len(live))", "pass"),
-    Mutant("no more candidates than credits", Stream, "draft", "min(self.credits - len(self.tree), self.config.burst)", "self.config.burst", shape=CREDITS, game=RUN),
+    Mutant("no more candidates than credits", Stream, "room", "self.credits", "self.credits * 2", shape=CREDITS, game=RUN),
     Mutant("candidates wait for a free column", Lane, "_insert", "if self.arena.free == 0 and self.tree.fate(spec) is Fate.LIVE:", "if False:", shape=CREDITS),
-    Mutant("canonical rows need no free column", Lane, "_insert", "and self.tree.fate(spec) is Fate.LIVE", "", shape={"arena": 1}),
     Mutant("two arenas may wait for late commits", Lane, "accept_nodes", "> 2 * self.arena.size + 2", "> self.arena.size", shape=CREDITS),
     Mutant("a stage that only moves columns wakes those who wait", Lane, "has_work", "or (bool(self._waiting) and bool(self._moves))", "", shape={"arena": 1}),
     # ---- columns
@@ -100,13 +99,13 @@ MUTANTS = [
     Mutant("ids of committed nodes can be named", TokenTree, "_insert", "self._alias(spec.id, position)", "pass"),
     Mutant("ids of committed candidates can be named", TokenTree, "commit", "self._alias(hit.id, position)", "pass"),
     Mutant("rows that died in a forward are not sent on", Lane, "finish", "[row for row in survivors if self.is_live(row)]", "list(survivors)"),
-    Mutant("rows that died between blocks leave the batch whole", Stage, "_prune", "self.family.select(shared, index)", "shared"),
+    Mutant("rows that died between blocks leave the batch whole", Stage, "_prune", "self.family.select(shared, index)", "shared", shape={"blocks": (3, 3), "max_rows": 8, "arena": 8}),
     Mutant("duplicates are known by the name of their twin", Lane, "forwarded_spec", "self._renamed.get(row.parent, row.parent)", "row.parent"),
     Mutant("a duplicate of a canonical row is not computed again", Lane, "_insert", "if verdict.position == self.scheduled:", "if True:"),
     Mutant("children of commits that are on their way wait", Lane, "_insert", "-spec.parent > self.tree.length", "False"),
     # ---- the root
     Mutant("the first stage starts the row after a miss", Lane, "_commit", "elif self.inject", "elif False", shape={"embed": True}),
-    Mutant("the client starts the row after a miss", RingDecoder, "_send_candidates", "[correction] if correction is not None else []", "[]", shape={"embed": False}),
+    Mutant("the client starts the row after a miss", Stream, "commit", "[] if self.finished else specs", "[]", shape={"embed": False}),
     Mutant("the next root is the hit's own row", Verifier, "_commit_next", "self._waiting.pop(commit.hit.id, None)", "self._waiting.pop(commit.hit.id, self._root)"),
     Mutant("results wait for the outgoing streams", StageSession, "_send", "self._unsent.append((encoded, broadcast))", "pass"),
 ]  # fmt: skip

@@ -61,11 +61,15 @@ class SteppedDrafting(Drafting):
         decoder = client.decoder
         self._streams, self._config, self._send, self._closed = decoder.streams, config, decoder._send_specs, False
         self.weight, self.woken, self._answer = weight, False, None
+        self.failure = None
         decoder._drafting = self
         client.world.runs.append(self)  # type: ignore[arg-type]
 
     def wake(self) -> None:
         self.woken = True
+
+    def close(self) -> None:
+        self._closed = True
 
     def run(self) -> None:
         if self._answer is not None:
@@ -95,7 +99,9 @@ class Game:
     turns: int = 2
     ends: tuple[str, ...] = ("run", "run", "stop", "interrupt")
     speculate: bool = True
-    drafting: str = "any"  # in the decode loop (`instant`), in `steps` of its own, or in a `thread` that nobody schedules
+    drafting: str = (
+        "any"  # in the decode loop (`instant`), in `steps` of its own, or in a `thread` that nobody schedules
+    )
     longest: int = 8
     clients: int = 1
     drain: bool = False  # let everything settle between turns
@@ -132,6 +138,8 @@ def play(game: Game, **fixed: Any) -> tuple[World, list[Client]]:
         world.drain()
         for user in users:
             user.check_end()
+            user.client.decoder.close()
+            assert user.client.decoder._drafting is None or user.client.decoder._drafting.failure is None
         return world, [user.client for user in users]
     except BaseException as e:
         e.args = (*e.args, f"seed {game.seed}", world.shape, "\n".join(world.log))
@@ -153,6 +161,7 @@ class _User:
             SteppedDrafting(self.client, config, rng.choice(world.weights))
             for drafter in drafters:
                 drafter.instant = False
+        self._settled: list[int] = []  # lanes whose last turn ran to its end
         self.histories = [self._tokens(1, 6) for _ in range(world.shape.lanes)]
 
     def _tokens(self, fewest: int, most: int) -> list[int]:
@@ -184,6 +193,7 @@ class _User:
         got: list[list[int]] = [[] for _ in requests]
         kept: dict[int, int] = {}
         complete = True
+        self._settled = []
         try:
             for lane, tokens in client.decoder.decode(requests):
                 got[lane] += tokens
@@ -200,18 +210,25 @@ class _User:
             assert new == (text if complete and lane not in kept else text[: len(new)]), f"{new} instead of {text}"
             assert stream.tally.hits + stream.tally.misses == stream.tally.tokens == len(new)
             self.histories[lane] = [*request.tokens, *new[: kept.get(lane)]]
+            if not complete and rng.random() < 0.5:
+                client.decoder.stop(lane, stream.tree.length)
+            elif complete and lane not in kept and len(request.tokens) < request.limit:
+                self._settled.append(lane)
 
     def check_end(self) -> None:
         """Everything settled: everybody agrees, all is answered and counted, and nothing is held once the streams end."""
         check_ledger(self.client)
+        for lane in self._settled:
+            for session in self.client.sessions:
+                assert session.lanes[lane].tree.committed == self.client.decoder.streams[lane].tree.committed
         for lane, stream in enumerate(self.client.decoder.streams):
-            self.client.decoder.stop(lane, stream._held)  # what the stages surely have
+            self.client.decoder.stop(lane, stream.tree.length)
         self.world.drain()
         check_ledger(self.client)
         for session in self.client.sessions:
             for lane, state in enumerate(session.lanes):
                 stream = self.client.decoder.streams[lane]
-                assert state.tree.committed[: stream._held] == stream.tree.committed and state.epoch == stream.epoch
+                assert state.tree.committed == stream.tree.committed[: stream.held] and state.epoch == stream.epoch
                 assert not state.has_work and not state._waiting and not state.tree.nodes
                 state.take_moves()
                 assert not state.arena.used
@@ -229,6 +246,9 @@ def check_ledger(client: Client) -> None:
         assert sent == sorted(set(sent)) and sent[-1:] == answers[-1:], f"{sent[-1:]} sent, {answers[-1:]} answered"
         counted = [frame for frame in frames if frame.lane == lane and not isinstance(frame, PrefixFrame)]
         states = [stage[lane] for stage in lanes]
+        for stage in range(1 if client.embeds else 0, len(states) - 1 if client.verifies else len(states)):
+            came, left = client.rows[stage, lane], client.rows[stage + 1, lane]
+            assert came == left + states[stage].total_dropped, f"stage {stage}: {came} rows came, {left} left"
         for name in ("computed", "dropped"):
             told = sum(getattr(frame, name) for frame in counted) + sum(getattr(state, name) for state in states)
             assert told == sum(getattr(state, f"total_{name}") for state in states), f"{name} rows do not add up"

@@ -68,7 +68,9 @@ class Knowing(Drafter):
 
 
 @contextmanager
-def client(swarm: InProcessSwarm, spec: SpecConfig, servers: Sequence[int] | None = None, **kwargs: Any) -> Iterator[Any]:
+def client(
+    swarm: InProcessSwarm, spec: SpecConfig, servers: Sequence[int] | None = None, **kwargs: Any
+) -> Iterator[Any]:
     """A drop-in model that may only use the given servers."""
     allowed = None if servers is None else [swarm.servers[i].dht.peer_id.to_base58() for i in servers]
     model = AutoDistributedSpecModelForCausalLM.from_pretrained(

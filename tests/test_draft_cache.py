@@ -81,6 +81,9 @@ def test_the_oldest_outcomes_give_way() -> None:
         cache.put([], token, HEDGE)
     assert [1] not in cache and [2] in cache and [3] in cache
     assert cache.stats.evicted == 1
+    cache.put([], 2, HEDGE)  # anew
+    cache.put([], 4, HEDGE)
+    assert [3] not in cache and [2] in cache
 
 
 tokens = st.integers(0, 2)

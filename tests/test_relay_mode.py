@@ -14,13 +14,13 @@ from swarm_helpers import VOCAB, Knowing, client, decode, prompts, reference, re
 from bloombee_spec import SpecConfig
 from bloombee_spec.choose import make_chooser
 from bloombee_spec.client import connection, relay
-from bloombee_spec.client.chain import MAX_PATIENCE, ROW_COST, ChainLength, draft_chain
 from bloombee_spec.client.model import UnsupportedCall
 from bloombee_spec.client.relay import RelayError
-from bloombee_spec.draft.base import Drafter, Proposal
+from bloombee_spec.draft.base import Drafter
 from bloombee_spec.draft.scripted import Hostility, Script
 from bloombee_spec.sampling.spec import SamplingSpec
 
+pytestmark = pytest.mark.swarm
 NEW = 24
 PLAIN, MIXED, EVERYTHING = (0, 1), (2, 1), (0, 1, 2, 3)  # servers 0 and 1 are the host's own, 2 and 3 have the plugin
 RELAY = SpecConfig(strict=True, drafter="none")
@@ -31,96 +31,6 @@ SCRIPTS = {
     "duplicates": Script(0.9, hostility=Hostility.DUPLICATES),
     "empty": Script(0.5, hostility=Hostility.EMPTY),
 }
-
-
-# --- how long a chain is ------------------------------------------------------------------------------------------
-
-
-class Listed(Drafter):
-    """Proposes one list below the committed tokens and another below any candidate."""
-
-    def __init__(self, first: Sequence[Proposal], later: Sequence[Proposal] = ()):
-        self._first, self._later = list(first), list(later)
-
-    def start(self, prompt: Sequence[int]) -> None: ...
-
-    def observe(self, tokens: Sequence[int]) -> None: ...
-
-    def propose(self, path: Sequence[int], budget: int, **options: Any) -> list[Proposal]:
-        return (self._later if path else self._first)[:budget]
-
-
-def test_chain_follows_the_likeliest_children_and_asks_again_at_its_end() -> None:
-    tree = [Proposal(-1, 5, 0.3), Proposal(-1, 6, 0.6), Proposal(0, 7, 0.9), Proposal(1, 8, 0.2), Proposal(1, 9, 0.4)]
-    chain = draft_chain(Listed(tree, [Proposal(-1, 4, 0.5)]), 5, VOCAB)
-    assert chain.tokens == (6, 9, 4, 4, 4) and chain.chances == (0.6, 0.4, 0.5, 0.5, 0.5)
-    assert draft_chain(Listed(tree), 5, VOCAB).tokens == (6, 9)
-    assert draft_chain(Listed(tree), 1, VOCAB).tokens == (5,)  # a budget of 1 shows the drafter's first guess only
-    assert draft_chain(Listed([]), 5, VOCAB).tokens == ()
-
-
-def test_token_outside_the_vocabulary_ends_the_chain() -> None:
-    assert draft_chain(Listed([Proposal(-1, 3, 0.9), Proposal(0, VOCAB, 0.9)]), 5, VOCAB).tokens == (3,)
-    assert draft_chain(Listed([Proposal(-1, -1, 0.9)]), 5, VOCAB).tokens == ()
-
-
-def _sent(
-    length: ChainLength, laps: int, chance: float, hits: Callable[[int], int], row_cost: float = 0.0
-) -> list[int]:
-    """How many candidates each lap carries, when `hits` of those are committed and a row costs `row_cost` laps."""
-    sent = []
-    for _ in range(laps):
-        room = length.room(64)
-        k = length.cut([chance] * room)
-        length.learn_verdicts([chance] * min(k, hits(k) + 1), min(k, hits(k)))
-        length.laps.learn(k + 1, 0.1 * (1 + row_cost * k))
-        length.learn_drafting(max(room, 1), 0.0)
-        sent.append(k)
-    return sent
-
-
-def test_chain_grows_to_the_limit_when_all_is_accepted() -> None:
-    assert _sent(ChainLength(0.05), 6, 0.99, lambda k: k)[-1] == 64
-
-
-def test_nothing_is_sent_when_nothing_is_accepted_but_for_rare_probes() -> None:
-    sent = _sent(ChainLength(0.05), 200, 0.9, lambda k: 0)
-    assert sum(sent) < 0.35 * len(sent)
-    quiet = [lap for lap, k in enumerate(sent) if k]
-    assert quiet[-1] > 200 - MAX_PATIENCE and all(k <= 4 for k in sent[30:])
-
-
-def test_probes_find_out_that_the_drafter_has_become_good() -> None:
-    length = ChainLength(0.05)
-    _sent(length, 100, 0.9, lambda k: 0)
-    assert max(_sent(length, 2 * MAX_PATIENCE, 0.9, lambda k: k)) >= 8
-
-
-def test_dear_rows_make_short_chains() -> None:
-    cheap, dear, absurd = (
-        _sent(ChainLength(0.0), 40, 0.8, lambda k: min(k, 4), row_cost=cost)[-1] for cost in (ROW_COST, 0.3, 2.0)
-    )
-    assert cheap > dear > absurd == 0
-
-
-def test_slow_drafter_rests_while_it_does_not_pay() -> None:
-    length = ChainLength(0.0)
-    asked = []
-    for _ in range(200):
-        room = length.room(64)
-        if room:
-            length.learn_drafting(room, 0.1 * room)  # a candidate takes as long as a lap
-        k = length.cut([0.5] * room)
-        length.learn_verdicts([0.5] * min(k, 1), 0)
-        length.laps.learn(k + 1, 0.1)
-        asked.append(room)
-    assert (
-        sum(map(bool, asked)) <= 2 + 3 + 200 / MAX_PATIENCE
-        and max(i for i, k in enumerate(asked) if k) > 200 - MAX_PATIENCE
-    )
-
-
-# --- real swarms --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +91,6 @@ class Caller:
     def end(self) -> None: ...
 
 
-@pytest.mark.swarm
 def test_without_a_drafter_each_token_is_a_lap(model: Any, expected: Any) -> None:
     ids, target = expected[0]
     assert decode(model, ids, NEW) == target[:NEW]
@@ -192,7 +101,6 @@ def test_without_a_drafter_each_token_is_a_lap(model: Any, expected: Any) -> Non
     assert [line.split()[0] for line in stats.route] == ["0:4", "4:8"]
 
 
-@pytest.mark.swarm
 def test_acceptance_of_nine_tenths_saves_laps(model: Any, expected: Any) -> None:
     respec(model, drafter=_knowing(expected, SCRIPTS["h=0.9"]))
     for ids, target in expected[:3]:
@@ -206,7 +114,6 @@ def test_acceptance_of_nine_tenths_saves_laps(model: Any, expected: Any) -> None
         assert stats.rows_computed <= 2 * (len(ids) + NEW - 1 + wasted)
 
 
-@pytest.mark.swarm
 @pytest.mark.parametrize("name", ["suffix", *SCRIPTS])
 def test_every_drafter_is_exact(model: Any, expected: Any, name: str) -> None:
     respec(model, drafter=name if name == "suffix" else _knowing(expected, SCRIPTS[name]))
@@ -215,7 +122,6 @@ def test_every_drafter_is_exact(model: Any, expected: Any, name: str) -> None:
         assert model.last_stats.mode == "relay"
 
 
-@pytest.mark.swarm
 @pytest.mark.parametrize("new", [1, 2, 3])
 def test_no_token_beyond_the_limit(model: Any, expected: Any, new: int) -> None:
     respec(model, drafter=_knowing(expected, Script(1.0)))
@@ -224,7 +130,6 @@ def test_no_token_beyond_the_limit(model: Any, expected: Any, new: int) -> None:
     assert (model.last_stats.tokens, model.last_stats.laps, model.last_stats.proposed) == (new, 1, new - 1)
 
 
-@pytest.mark.swarm
 def test_batch_with_ragged_acceptance_and_left_padding(servers: Any, model: Any, expected: Any) -> None:
     before = _bytes_left(servers)
     drafters = iter(_knowing(expected, Script(h))() for h in (0.0, 0.5, 1.0))
@@ -238,7 +143,6 @@ def test_batch_with_ragged_acceptance_and_left_padding(servers: Any, model: Any,
     assert _bytes_left(servers) == before
 
 
-@pytest.mark.swarm
 def test_stop_token_inside_an_accepted_run_ends_the_row_there(model: Any, expected: Any) -> None:
     respec(model, drafter=_knowing(expected, Script(1.0)))
     for ids, target in expected[:2]:
@@ -254,10 +158,10 @@ def test_stop_token_inside_an_accepted_run_ends_the_row_there(model: Any, expect
         assert row == kept + [1] * (len(row) - len(kept))
 
 
-@pytest.mark.swarm
 @pytest.mark.parametrize("how", ["stop token", "criterion"])
 def test_several_calls_in_one_session(model: Any, expected: Any, toy_local: Any, how: str) -> None:
-    """The second call starts in the middle of what the first one left at the servers: it ended inside an accepted run."""
+    """The second call starts in the middle of what the first, which ended inside an accepted run, left at the
+    servers."""
     ids, target = expected[0]
     stop = next(token for token in target[4:] if target.index(token) >= 4)
     first = target[: target.index(stop) + 1]
@@ -282,7 +186,6 @@ def test_several_calls_in_one_session(model: Any, expected: Any, toy_local: Any,
         assert session.mode == "relay"
 
 
-@pytest.mark.swarm
 def test_long_prompt_takes_several_steps(model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "STEP_ROWS", 4)
     monkeypatch.setattr(relay, "STEP_ROWS", 4)
@@ -293,7 +196,6 @@ def test_long_prompt_takes_several_steps(model: Any, expected: Any, monkeypatch:
     assert max(stats.sent_by_depth) <= 3 and stats.laps >= (len(ids) + 3) // 4 + (NEW - 4) // 4
 
 
-@pytest.mark.swarm
 def test_sampling_does_not_depend_on_the_drafter(model: Any, expected: Any, toy_local: Any) -> None:
     ids = expected[0][0]
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
@@ -311,7 +213,6 @@ def test_sampling_does_not_depend_on_the_drafter(model: Any, expected: Any, toy_
     respec(model, seed=None)
 
 
-@pytest.mark.swarm
 def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, expected: Any) -> None:
     before = _bytes_left(servers)
     respec(model, drafter=_knowing(expected, Script(0.5)))
@@ -331,7 +232,6 @@ def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, 
     assert _bytes_left(servers) == before
 
 
-@pytest.mark.swarm
 def test_reason_is_said_once_and_ring_mode_refuses(servers: Any, expected: Any) -> None:
     said: list[str] = []
     handler = logging.Handler()
@@ -351,7 +251,6 @@ def test_reason_is_said_once_and_ring_mode_refuses(servers: Any, expected: Any) 
     assert len(said) == 1 and "relay mode" in said[0] and "blocks 4..7 have no server with the plugin" in said[0]
 
 
-@pytest.mark.swarm
 def test_relay_where_the_whole_swarm_has_the_plugin_only_if_asked(servers: Any, expected: Any) -> None:
     ids, target = expected[0]
     with client(servers, RELAY, EVERYTHING) as model:
@@ -363,7 +262,6 @@ def test_relay_where_the_whole_swarm_has_the_plugin_only_if_asked(servers: Any, 
 # --- servers that stall, or leave for good; each of the latter tests takes one away, so their order matters ---------
 
 
-@pytest.mark.swarm
 def test_stream_leaves_a_server_that_does_not_answer(servers: Any, expected: Any) -> None:
     """Its processes are stopped in the middle of a stream: neither the lap nor closing the session may wait for it."""
     inputs, mask = _padded([ids for ids, _ in expected[:2]])
@@ -389,7 +287,6 @@ def test_stream_leaves_a_server_that_does_not_answer(servers: Any, expected: Any
     assert frozen
 
 
-@pytest.mark.swarm
 def test_ring_that_loses_its_last_plugin_server_goes_on_as_relay(servers: Any, expected: Any) -> None:
     ids, target = expected[1]
     with client(servers, RELAY, (1, 2, 3)) as model:
@@ -399,7 +296,6 @@ def test_ring_that_loses_its_last_plugin_server_goes_on_as_relay(servers: Any, e
         assert out == target and model.last_stats.mode == "relay"
 
 
-@pytest.mark.swarm
 def test_stream_moves_to_another_server(servers: Any, expected: Any) -> None:
     with client(servers, RELAY, (0, 1, 2)) as model:
         respec(model, mode="relay", drafter=_knowing(expected, Script(0.5)))
@@ -421,7 +317,6 @@ def test_stream_moves_to_another_server(servers: Any, expected: Any) -> None:
         )
 
 
-@pytest.mark.swarm
 def test_failure_is_raised_once_retries_are_used_up(servers: Any, expected: Any) -> None:
     with client(servers, RELAY, (0, 1, 2)) as model:
         respec(model, mode="relay", max_retries=0)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from swarm_helpers import PLAIN, ROUTES, VOCAB, Knowing, client, decode, prompts, reference, respec
 
 from bloombee_spec import SpecConfig
 from bloombee_spec.draft.scripted import Hostility, Script
-from swarm_helpers import PLAIN, ROUTES, VOCAB, Knowing, client, decode, prompts, reference, respec
 
 pytestmark = pytest.mark.swarm
 NEW = 64
@@ -84,7 +84,9 @@ def test_batch_with_ragged_acceptance(model: Any, expected: Any) -> None:
     assert out[:, width:].tolist() == [target[:40] for _, target in chosen]
 
 
-@pytest.mark.parametrize("changes", [{"client_verifies": True}, {"client_embeds": True}, {"client_verifies": True, "client_embeds": True}])
+@pytest.mark.parametrize(
+    "changes", [{"client_verifies": True}, {"client_embeds": True}, {"client_verifies": True, "client_embeds": True}]
+)
 @pytest.mark.parametrize("drafter", ["none", "tree"])
 def test_ends_of_the_model_at_the_client(model: Any, expected: Any, changes: dict[str, bool], drafter: str) -> None:
     texts = [[*ids, *target] for ids, target in expected]
@@ -101,7 +103,13 @@ def test_ends_of_the_model_at_the_client(model: Any, expected: Any, changes: dic
 
 def test_tiny_credits(model: Any, expected: Any) -> None:
     texts = [[*ids, *target] for ids, target in expected]
-    respec(model, speculate=True, drafter=lambda: Knowing(texts, VOCAB, Script(0.7, siblings=(0.2,))), max_candidates=3, burst=2)
+    respec(
+        model,
+        speculate=True,
+        drafter=lambda: Knowing(texts, VOCAB, Script(0.7, siblings=(0.2,))),
+        max_candidates=3,
+        burst=2,
+    )
     try:
         for ids, target in expected[:3]:
             assert decode(model, ids, NEW) == target

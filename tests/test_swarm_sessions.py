@@ -263,7 +263,9 @@ def test_a_stage_refuses_what_it_cannot_hold(model: Any) -> None:
     ring = open_ring(model._spec_host, model, model.spec, lanes=1, max_length=64)
     infos, spans = ring.infos, ring.spans
     ring.close()
-    common: dict[str, Any] = dict(lanes=1, max_length=64, arena=8, embed=True, verify=True, codec="raw", adapter=None, timeout=20)
+    common: dict[str, Any] = dict(
+        lanes=1, max_length=64, arena=8, embed=True, verify=True, codec="raw", adapter=None, timeout=20
+    )
     for changes, reason in (
         ({"max_length": 1 << 20}, "max_length"),
         ({"lanes": 200}, "lanes"),
@@ -315,7 +317,7 @@ def snapshot():
                 found[name, key] = id(value)
                 if isinstance(value, type) and value.__module__.split(".")[0] == name.split(".")[0]:
                     for attribute, inner in vars(value).items():
-                        if not attribute.startswith("_abc") and attribute not in ("__doc__", "__weakref__", "__dict__"):
+                        if not attribute.startswith(("_abc", "__doc__", "__weakref__", "__dict__")):
                             found[name, key, attribute] = id(inner)
     return found
 import bloombee, bloombee.server.server, bloombee.server.handler, bloombee.cli.run_server
@@ -334,14 +336,17 @@ with InProcessSwarm({str(swarm.model)!r}, [(0, 8)], server_factory=server) as lo
     model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5)
     after = snapshot()
     model.close()
-hivemind_caches = {{"_rpc_handlers", "_stub_type", "_event_thread", "_event_loop_fut", "_pid"}}  # filled by the first RPC, by design
+# filled by the first RPC, by design
+hivemind_caches = {{"_rpc_handlers", "_stub_type", "_event_thread", "_event_loop_fut", "_pid"}}
 changed = {{key for key in before if after.get(key) != before[key] and key[-1] not in hivemind_caches}}
 print("CHANGED", sorted(map(str, changed)))
 sys.stdout.flush()
 import os
 os._exit(0)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=".", check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=240, cwd=".", check=False
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith("CHANGED")]
     assert lines == ["CHANGED []"], done.stdout[-2000:] + done.stderr[-3000:]
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     checks: list[tuple[str, Callable[[], str]]] = [
-        ("host", _host), ("patches", _patches), ("host import", _host_import), ("hivemind", _hivemind), ("p2pd", _p2pd),
+        ("host", _host), ("patches", _patches),
+        ("host import", _host_import), ("hivemind", _hivemind), ("p2pd", _p2pd),
         ("torch", _torch),
     ]  # fmt: skip
-    checks += [(f"port {port}", lambda port=port: _port(port)) for port in args.port]
+    checks += [(f"port {port}", partial(_port, port)) for port in args.port]
     if args.model:
-        checks.append(("model", lambda: _model(args.model)))
+        checks.append(("model", partial(_model, args.model)))
     failed = 0
     for name, check in checks:
         try:
@@ -60,7 +62,9 @@ def _patches() -> str:
     host = find_host(load_all(patches_directory()), None)
     states = {patch.name: report(host.patch_set, host.root, patch) for patch in host.patch_set.patches}
     for name, found in states.items():
-        if found.state is PatchState.UNRECOGNISED or (name == "hivemind-imports" and found.state is not PatchState.APPLIED):
+        if found.state is PatchState.UNRECOGNISED or (
+            name == "hivemind-imports" and found.state is not PatchState.APPLIED
+        ):
             raise Problem(f"{name} is {found.state.value}: `bloombee-spec patch apply` says more")
     return ", ".join(f"{name} {found.state.value}" for name, found in states.items())
 
@@ -105,9 +109,10 @@ def _port(port: int) -> str:
 
 
 def _model(model: str) -> str:
+    from transformers import AutoConfig
+
     from bloombee_spec.server.families.registry import family_for
     from bloombee_spec.server.heads import EMBEDDING, load_tensors
-    from transformers import AutoConfig
 
     if not Path(model).is_dir() and "/" not in model:
         raise Problem(f"{model!r} is neither a directory nor a hub name like org/model")
@@ -117,4 +122,5 @@ def _model(model: str) -> str:
         tensors = load_tensors(model, [EMBEDDING])
     except Exception as e:
         raise Problem(f"{model}: {e}") from e
-    return f"{config.model_type}, {config.num_hidden_layers} blocks, family {family.name}, vocabulary {len(tensors[EMBEDDING])}"
+    blocks, vocabulary = config.num_hidden_layers, len(tensors[EMBEDDING])
+    return f"{config.model_type}, {blocks} blocks, family {family.name}, vocabulary {vocabulary}"

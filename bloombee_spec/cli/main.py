@@ -1,4 +1,5 @@
-"""`bloombee-spec`: one command, one module per sub-command. Heavy imports happen only in the sub-command that needs them."""
+"""`bloombee-spec`: one command, one module per sub-command. Heavy imports happen only in the sub-command that needs
+them."""
 
 from __future__ import annotations
 

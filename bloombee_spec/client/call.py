@@ -16,10 +16,18 @@ from bloombee_spec.sampling.spec import SamplingSpec
 
 # Arguments of `generate` beside the generation config that need the host's own path.
 HOST_ARGUMENTS = (
-    "inputs_embeds", "negative_prompt_ids", "negative_prompt_attention_mask", "assistant_model", "prefix_allowed_tokens_fn",
+    "inputs_embeds", "negative_prompt_ids", "negative_prompt_attention_mask",
+    "assistant_model", "prefix_allowed_tokens_fn",
     "position_ids", "past_key_values", "synced_gpus", "logits_warper",
 )  # fmt: skip
-LOOP_ARGUMENTS = ("attention_mask", "streamer", "stopping_criteria", "tokenizer", "use_model_defaults", "logits_processor")
+LOOP_ARGUMENTS = (
+    "attention_mask",
+    "streamer",
+    "stopping_criteria",
+    "tokenizer",
+    "use_model_defaults",
+    "logits_processor",
+)
 
 
 class NotForPlugin(Exception):
@@ -58,7 +66,11 @@ def read_call(model: Any, input_ids: torch.Tensor | None, kwargs: dict[str, Any]
     config = copy.deepcopy(kwargs.get("generation_config") or model.generation_config)
     for name in [n for n in vars(config) if not hasattr(type(config)(), n) and hasattr(model.config, n)]:
         delattr(config, name)  # the host's from_pretrained leaves its own arguments (initial_peers, …) in here
-    known = {k: v for k, v in kwargs.items() if k not in (*HOST_ARGUMENTS, *LOOP_ARGUMENTS, "generation_config", "input_ids")}
+    known = {
+        k: v
+        for k, v in kwargs.items()
+        if k not in (*HOST_ARGUMENTS, *LOOP_ARGUMENTS, "generation_config", "input_ids")
+    }
     unused = config.update(**known)
     if unused:
         raise NotForPlugin(f"the host decides about {', '.join(sorted(unused))}")
@@ -67,7 +79,13 @@ def read_call(model: Any, input_ids: torch.Tensor | None, kwargs: dict[str, Any]
             raise NotForPlugin(f"{name} is served by the host's own path")
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] == 0:
         raise NotForPlugin("the plugin starts from token ids [batch, length]")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states", "return_dict_in_generate"):
+    for name in (
+        "output_scores",
+        "output_logits",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict_in_generate",
+    ):
         if getattr(config, name, False):
             raise NotForPlugin(f"{name} is served by the host's own path")
     if (getattr(config, "num_return_sequences", 1) or 1) > 1:

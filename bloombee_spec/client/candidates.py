@@ -42,10 +42,11 @@ class Candidates:
     """Bookkeeping of one stream's candidates; the tree itself says what is alive.
 
     :param min_chance: candidates whose path is less likely are not sent
+    :param vocab_size: proposals outside the target's vocabulary are left out
     """
 
-    def __init__(self, tree: TokenTree, min_chance: float):
-        self.tree, self.min_chance = tree, min_chance
+    def __init__(self, tree: TokenTree, min_chance: float, vocab_size: int):
+        self.tree, self.min_chance, self.vocab_size = tree, min_chance, vocab_size
         self.root_ref = 0  # how a child of the root names its parent
         self.root_lap = 0
         self.epoch = 0
@@ -113,9 +114,13 @@ class Candidates:
             return []  # the root moved on along a candidate
         specs: list[NodeSpec] = []
         placed: list[Node | None] = []
+        deepest = ask.length - 1 + len(ask.path) + ask.depth
         for proposal in proposals:
-            parent = anchor if proposal.parent < 0 else placed[proposal.parent]
-            known = proposal.parent < 0 or parent is not None
+            top = proposal.parent < 0
+            parent = anchor if top else placed[proposal.parent] if proposal.parent < len(placed) else None
+            known = top or parent is not None
+            position = self.tree.length if parent is None else parent.position + 1
+            known = known and position <= deepest and 0 <= proposal.token < self.vocab_size
             above = chance if parent is anchor else self._marks[parent.id].chance if parent is not None else 0.0
             if not known or above * proposal.prob < self.min_chance:
                 placed.append(None)

@@ -48,7 +48,7 @@ class Connection:
         threading.Thread(target=self._run, args=(lap, delay, answer), name="relay-lap", daemon=True).start()
 
     def close(self) -> threading.Thread:
-        """End the session; one that is in a lap ends after it. Returns the thread that does it, which ends within seconds."""
+        """End the session; one that is in a lap ends after it. Returns the thread that does so, within seconds."""
         thread = threading.Thread(target=self._close, name="relay-close", daemon=True)
         thread.start()
         return thread

@@ -43,7 +43,10 @@ class RingDecoder:
     ):  # fmt: skip
         self._host, self._model, self.ring, self._config = host, model, ring, config
         self.streams = [
-            Stream(lane, new_drafter(), config, credits=ring.arena, inject=ring.embeds) for lane in range(lanes)
+            Stream(
+                lane, new_drafter(), config, credits=ring.arena, inject=ring.embeds, vocab_size=model.config.vocab_size
+            )
+            for lane in range(lanes)
         ]
         info = ring.infos[0]
         self._codec, self._dtype = get_codec(config.codec), getattr(torch, info.dtype)
@@ -89,8 +92,8 @@ class RingDecoder:
         with stream.lock:
             stream.stop(length)
         if self._verifier is not None:
-            self._verifier.rewind(lane, stream.epoch, stream.tree.length)
-        self.ring.rewind(lane, stream.epoch, stream.tree.length)
+            self._verifier.rewind(lane, stream.epoch, stream.held)
+        self.ring.rewind(lane, stream.epoch, stream.held)
 
     def close(self) -> list[Statistics | None]:
         """End the ring's session; never raises. Returns what the stages counted."""

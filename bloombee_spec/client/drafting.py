@@ -1,6 +1,8 @@
-"""Drafting beside the network: a thread that keeps all streams supplied, and drafts ahead for other outcomes when they are.
+"""Drafting beside the network: a thread that keeps all streams supplied, and drafts ahead for other outcomes when they
+are.
 
-It never holds a stream's lock while the drafter thinks, and the drafter is asked to stop as soon as what it works on became void.
+It never holds a stream's lock while the drafter thinks, and the drafter is asked to stop as soon as what it works on
+became void.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ class Drafting:
     # ---------------------------------------------------------------- hedges
 
     def _hedge(self, stream: Stream) -> bool:
-        """Draft for one outcome that is not expected: after a candidate of the likely path, another token is committed.
+        """Draft for one outcome that is not expected: after a candidate of the likely path, another token is
+        committed.
 
         :returns: whether there was one left to prepare
         """
@@ -95,7 +98,7 @@ class Drafting:
             if stream.finished or len(stream.hedges) >= self._config.hedges:
                 return False
             epoch, lessons = stream.candidates.epoch, stream.lessons()
-            path = _likely_path(stream)
+            path, length = _likely_path(stream), stream.tree.length
             tally = stream.tally
             hit = (tally.hits + 1) / (tally.hits + tally.misses + 2)
         for start_over, tokens in lessons:
@@ -112,15 +115,17 @@ class Drafting:
             for token in [guess.token for guess in guesses if guess.parent < 0 and guess.token not in sent][:share]:
                 if (*above, token) in stream.hedges or void():
                     continue
-                return self._prepare(stream, epoch, above, token)
+                return self._prepare(stream, epoch, length, above, token)
         return False
 
-    def _prepare(self, stream: Stream, epoch: int, above: tuple[int, ...], token: int) -> bool:
+    def _prepare(self, stream: Stream, epoch: int, length: int, above: tuple[int, ...], token: int) -> bool:
         assert stream.drafter is not None
-        length = stream.tree.length
         started = time.perf_counter()
         proposals = stream.drafter.propose(
-            (*above, token), self._config.burst, max_depth=self._config.max_depth, interrupted=self._void(stream, epoch)
+            (*above, token),
+            self._config.burst,
+            max_depth=self._config.max_depth,
+            interrupted=self._void(stream, epoch),
         )
         with stream.lock:
             stream.tally.hedge_s += time.perf_counter() - started

@@ -1,4 +1,5 @@
-"""Verification at the client, for routes whose last stage has no LM head, or rules that only the client can evaluate."""
+"""Verification at the client, for routes whose last stage has no LM head, or rules that only the client can
+evaluate."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ class LocalVerifier:
     """
 
     def __init__(
-        self, lanes: int, *, arena: int, max_length: int, head: Head, codec: ActivationCodec, hidden: int, dtype: torch.dtype
+        self,
+        lanes: int,
+        *,
+        arena: int,
+        max_length: int,
+        head: Head,
+        codec: ActivationCodec,
+        hidden: int,
+        dtype: torch.dtype,
     ):
         lock = threading.Lock()  # single-threaded here; the verifier asks for one
         self._lanes = [Lane(arena=arena, max_length=max_length, inject=False) for _ in range(lanes)]

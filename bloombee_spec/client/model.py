@@ -17,7 +17,6 @@ from bloombee_spec.client.session import SpecSession
 from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
-from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host, load_host
 
 logger = get_logger(__name__)
@@ -82,7 +81,8 @@ class SpecDecodingMixin:
 
     @torch.inference_mode()
     def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, session: Any = None, **kwargs: Any) -> Any:
-        """As the host's and transformers' `generate`. What the plugin cannot serve goes the host's own way, and says so once;
+        """As the host's and transformers' `generate`. What the plugin cannot serve goes the host's own way, and says
+        so once;
         with `SpecConfig(strict=True)` it raises.
 
         :raises UnsupportedCall: strict, and the plugin cannot serve the call
@@ -99,7 +99,9 @@ class SpecDecodingMixin:
                 raise NotForPlugin("the active session is the host's own")
             full = _with_history(inputs, session)
             call = read_call(self, full, _with_mask(kwargs, inputs, full), self.spec.seed)
-            return self._spec_generate(call, session, n_previous=full.shape[1] - (0 if inputs is None else inputs.shape[1]))
+            return self._spec_generate(
+                call, session, n_previous=full.shape[1] - (0 if inputs is None else inputs.shape[1])
+            )
         except (NotForPlugin, NoPluginRoute) as e:
             return self._host_generate(str(e), inputs, args, session, kwargs)
 
@@ -111,7 +113,8 @@ class SpecDecodingMixin:
             assert active is not None
             output = OutputRows(call)
             requests = [
-                StreamRequest(row, len(row) + call.new_tokens, call.eos, call.sampling, i) for i, row in enumerate(call.rows)
+                StreamRequest(row, len(row) + call.new_tokens, call.eos, call.sampling, i)
+                for i, row in enumerate(call.rows)
             ]
             bytes_before = active.ring_bytes
             for lane, tokens in active.decode(requests):

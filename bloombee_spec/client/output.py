@@ -19,7 +19,8 @@ class OutputRows:
             call.streamer.put(call.input_ids.cpu())
 
     def append(self, lane: int, tokens: list[int]) -> int | None:
-        """:returns: how many generated tokens the row keeps, once a criterion ended it before its own limit; else None"""
+        """:returns: how many generated tokens the row keeps, once a criterion ended it before its own limit; else
+        None"""
         row, call = self._rows[lane], self._call
         kept: int | None = None
         for token in tokens:

@@ -33,7 +33,8 @@ MAX_OUTBOX = 64 << 20
 
 
 class RingError(RuntimeError):
-    """The session broke. `peer` is the server to blame (None: unknown); `retriable` is false when another route cannot help."""
+    """The session broke. `peer` is the server to blame (None: unknown); `retriable` is false when another route cannot
+    help."""
 
     def __init__(self, message: str, peer: str | None = None, retriable: bool = True):
         super().__init__(message)
@@ -78,7 +79,9 @@ class Ring:
     :param arena: credits per lane: live candidates that all stages hold
     """
 
-    def __init__(self, host: Host, spans: Sequence[Span], infos: Sequence[StageInfo], arena: int, embed: bool, verify: bool):
+    def __init__(
+        self, host: Host, spans: Sequence[Span], infos: Sequence[StageInfo], arena: int, embed: bool, verify: bool
+    ):
         self._host, self.spans, self.infos = host, tuple(spans), tuple(infos)
         self.arena, self.embeds, self.verifies = arena, embed, verify
         self.max_prefill = min(info.max_prefill for info in infos)
@@ -178,7 +181,10 @@ class Ring:
     async def _open(self, p2p: Any, requests: Sequence[Open], timeout: float) -> None:
         self._loop = asyncio.get_running_loop()
         opened = await asyncio.gather(
-            *[asyncio.wait_for(self._open_stage(p2p, request, span), timeout) for request, span in zip(requests, self.spans)],
+            *[
+                asyncio.wait_for(self._open_stage(p2p, request, span), timeout)
+                for request, span in zip(requests, self.spans)
+            ],
             return_exceptions=True,
         )
         self._stages = [stage for stage in opened if isinstance(stage, _Stage)]
@@ -233,7 +239,8 @@ class Ring:
             self.events.put(RingError(f"stage {index} ({span.start}:{span.end} at {span.peer}): {reason}", span.peer))
 
     def close(self) -> list[Statistics | None]:
-        """End the session everywhere; what the stages counted comes back, None where a stage did not answer. Never raises."""
+        """End the session everywhere; what the stages counted comes back, None where a stage did not answer. Never
+        raises."""
         self.closed = True
         if self._loop is not None and self._stages:
             try:
@@ -268,7 +275,8 @@ async def fetch_info(p2p: Any, peer: str, timeout: float) -> StageInfo | None:
             return None
         return StageInfo(
             peer=peer, start=int(info["start"]), end=int(info["end"]), family=str(info["family"]),
-            embed=bool(info["embed"]), lm_head=bool(info["lm_head"]), dtype=str(info["dtype"]), hidden=int(info["hidden"]),
+            embed=bool(info["embed"]), lm_head=bool(info["lm_head"]), dtype=str(info["dtype"]),
+            hidden=int(info["hidden"]),
             codecs=tuple(map(str, info["codecs"])), adapters=tuple(map(str, info["adapters"])),
             max_length=int(info["max_length"]), max_lanes=int(info["max_lanes"]), max_arena=int(info["max_arena"]),
             max_prefill=int(info["max_prefill"]),

@@ -60,7 +60,8 @@ def open_ring(host: Host, model: Any, config: SpecConfig, *, lanes: int, max_len
     uncovered = [block for block in range(n_blocks) if not any(i.start <= block < i.end for i in infos.values())]
     if uncovered:
         raise NoPluginRoute(
-            f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin for {lanes} streams of {max_length} tokens"
+            f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin "
+            f"for {lanes} streams of {max_length} tokens"
         )
     spans = host.route(model, list(infos), cache_tokens=lanes * max_length)
     chosen = [infos[span.peer] for span in spans]

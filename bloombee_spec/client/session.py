@@ -1,4 +1,5 @@
-"""A session of the drop-in class: several `generate` calls over one ring or relay, and the host's session where needed."""
+"""A session of the drop-in class: several `generate` calls over one ring or relay, and the host's session where
+needed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ logger = get_logger(__name__)
 
 
 class SpecSession:
-    """What `model.inference_session(max_length=…)` gives; a context manager, and a stand-in for the host's own session.
+    """What `model.inference_session(max_length=…)` gives; a context manager, and a stand-in for the host's own
+    session.
 
     :param max_length: most tokens per row, prompts included
     """
@@ -50,7 +52,9 @@ class SpecSession:
         self._check_open()
         longest = max(request.limit for request in requests)
         if longest > self._max_length:
-            raise ValueError(f"maximum length exceeded: {longest} tokens, the session was opened for {self._max_length}")
+            raise ValueError(
+                f"maximum length exceeded: {longest} tokens, the session was opened for {self._max_length}"
+            )
         retries = 0
         self._pending = pending = list(requests)
         while True:
@@ -161,14 +165,10 @@ class SpecSession:
             route = tuple(f"{span.start}:{span.end} {span.peer}" for span in spans)
             up, down = (now - before for now, before in zip(self.ring_bytes, bytes_before))
             first = decoder.first_token_at or first
+        counted = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()}
         return SpecStats(
-            mode=mode, tokens=tally.tokens, laps=tally.laps, hits=tally.hits, misses=tally.misses, proposed=tally.proposed,
-            hits_by_depth=dict(tally.hits_by_depth), sent_by_depth=dict(tally.sent_by_depth),
-            rows_computed=tally.rows_computed, rows_dropped=tally.rows_dropped, bytes_up=up, bytes_down=down,
-            candidate_bytes_up=tally.candidate_bytes_up, commit_bytes_down=tally.commit_bytes_down, open_s=self._open_s,
-            prefill_s=first - started, decode_s=time.perf_counter() - first, draft_s=tally.draft_s, hedge_s=tally.hedge_s,
-            hedge_hits=tally.hedge_hits, hedge_misses=tally.hedge_misses, retries=tally.retries,
-            route=route,
+            mode=mode, bytes_up=up, bytes_down=down, open_s=self._open_s, prefill_s=first - started,
+            decode_s=time.perf_counter() - first, route=route, **counted,
         )  # fmt: skip
 
     @property

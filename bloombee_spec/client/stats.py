@@ -20,7 +20,8 @@ class SpecStats:
     :param hits_by_depth: depth below the root when sent, to committed candidates; `sent_by_depth` alike
     :param rows_computed: rows that any stage computed, prompt included; `rows_dropped` rows that were dropped as dead
     :param bytes_up: bytes of frames that the client sent; `bytes_down` that it received
-    :param draft_s: seconds that drafters spent on candidates, `hedge_s` on answers to other outcomes; `hedge_hits` misses whose answer was ready
+    :param draft_s: seconds that drafters spent on candidates, `hedge_s` on answers to other outcomes; `hedge_hits`
+        misses whose answer was ready
     :param route: one line per stage: blocks and peer
     :param stages: what each stage counted for the whole session, when it answered
     """

@@ -1,6 +1,8 @@
-"""The client's side of one decoding stream: its token tree, its drafter, what is in flight. No I/O here: frames in, frames out.
+"""The client's side of one decoding stream: its token tree, its drafter, what is in flight. No I/O here: frames in,
+frames out.
 
-The decode loop calls `begin`, `commit` and `stop`; drafting (`ask`, `answer`, …) may run in another thread. Both hold `lock`, which is never held
+The decode loop calls `begin`, `commit` and `stop`; drafting (`ask`, `answer`, …) may run in another thread. Both hold
+`lock`, which is never held
 while the drafter thinks.
 """
 
@@ -45,31 +47,41 @@ class Stream:
     :param inject: the first stage starts canonical rows by itself; otherwise the client sends each corrected token
     """
 
-    def __init__(self, lane: int, drafter: Drafter | None, config: SpecConfig, *, credits: int, inject: bool):
+    def __init__(
+        self,
+        lane: int,
+        drafter: Drafter | None,
+        config: SpecConfig,
+        *,
+        credits: int,
+        inject: bool,
+        vocab_size: int,
+    ):
         self.lane, self.drafter, self.config = lane, drafter, config
         self.credits, self.inject = min(credits, config.max_candidates), inject
         self.lock = threading.Lock()
         self.tree = TokenTree()
-        self.candidates = Candidates(self.tree, config.min_probability)
+        self.candidates = Candidates(self.tree, config.min_probability, vocab_size)
         self.hedges = HedgeCache()
         self.epoch = 0
         self.request = StreamRequest((), 0)
         self.finished = True
         self.tally = Tally()
-        self._held = 0  # rows that surely passed all stages: those below a token that was committed from them
+        self.held = 0  # rows that surely passed all stages: those below a token that was committed from them
         self._lessons: list[tuple[bool, tuple[int, ...]]] = []  # for the drafter: (start over?, tokens)
 
     # ---------------------------------------------------------------- a turn
 
     def begin(self, request: StreamRequest, chunk: int) -> list[PrefixFrame]:
-        """Start from `request.tokens`; only what the stages do not hold yet is sent, in chunks of at most `chunk` tokens.
+        """Start from `request.tokens`; only what the stages do not hold yet is sent, in chunks of at most `chunk`
+        tokens.
 
         :returns: frames without numbers (`seq`)
         """
         known, tokens = self.tree.committed, request.tokens
         same = next((i for i, (a, b) in enumerate(zip(known, tokens)) if a != b), min(len(known), len(tokens)))
-        start = max(0, min(same, self._held, len(tokens) - 1))
-        self._held = start
+        start = max(0, min(same, self.held, len(tokens) - 1))
+        self.held = start
         self.request, self.finished = request, len(tokens) >= request.limit
         self.epoch += 1
         self.tree.rewind(start)
@@ -89,7 +101,8 @@ class Stream:
     def commit(self, frame: CommitFrame) -> tuple[list[int], list[NodeSpec]]:
         """Apply a commit frame; one of an older epoch is ignored.
 
-        :returns: new tokens, and nodes to send at once: after a miss the corrected token, if the client has to send it, with
+        :returns: new tokens, and nodes to send at once: after a miss the corrected token, if the client has to send
+            it, with
             what was drafted ahead for just this outcome
         :raises FrameError: the verifier skipped a position, or runs ahead of the client's epoch
         """
@@ -114,17 +127,18 @@ class Stream:
         return taken, [] if self.finished else specs
 
     def stop(self, length: int) -> None:
-        """The caller wants no more: keep `length` tokens, and enter a new epoch so that what is in flight is ignored."""
+        """The caller wants no more: keep `length` tokens, and enter a new epoch so that what is in flight is
+        ignored."""
         self.finished = True
         self.epoch += 1
         self.tree.rewind(min(length, self.tree.length))
         self.candidates.restart(root_ref_of(self.tree.length), lap=1)
         self.hedges.clear()
-        self._held = min(self._held, self.tree.length)
+        self.held = min(self.held, self.tree.length)
 
     def _commit_one(self, token: int) -> list[NodeSpec]:
         commit = self.tree.commit(token)
-        self._held = commit.position
+        self.held = commit.position
         self.tally.tokens += 1
         self.tally.laps = max(self.tally.laps, self.candidates.root_lap)
         if commit.hit is not None:
@@ -158,8 +172,8 @@ class Stream:
 
     @property
     def deepest(self) -> int:
-        """No candidate at the limit or beyond: nothing is verified there."""
-        return self.request.limit - 1
+        """The last token is decided by the row before it, so no candidate is of use at its place or beyond."""
+        return self.request.limit - 2
 
     def ask(self) -> Ask | None:
         """The next question for the drafter, None when there is no room, or nothing likely enough to ask."""
@@ -197,7 +211,9 @@ class Stream:
         return specs
 
 
-def think(drafter: Drafter, lessons: Sequence[tuple[bool, tuple[int, ...]]], ask: Ask, **options: Any) -> list[Proposal]:
+def think(
+    drafter: Drafter, lessons: Sequence[tuple[bool, tuple[int, ...]]], ask: Ask, **options: Any
+) -> list[Proposal]:
     """Teach the drafter what was committed meanwhile, then put the question."""
     for start_over, tokens in lessons:
         drafter.start(tokens) if start_over else drafter.observe(tokens)

@@ -34,7 +34,8 @@ class Drafter(ABC):
 
     name: str = "drafter"
     instant: bool = False
-    """True: an answer takes microseconds, so the decode loop may wait for it; otherwise drafting has a thread of its own."""
+    """True: an answer takes microseconds, so the decode loop may wait for it; otherwise drafting has a thread of its
+    own."""
 
     @abstractmethod
     def start(self, prompt: Sequence[int]) -> None:

@@ -84,7 +84,8 @@ class Host(ABC):
     def new_session(self, model: Any, max_length: int, timeout: float | None = None) -> Any:
         """The host's own inference session, without I/O yet: `step`, `position`.
 
-        :param timeout: instead of the host's own retries, raise at the first failure, or when a server has not answered
+        :param timeout: instead of the host's own retries, raise at the first failure, or when a server has not
+            answered
             for so many seconds
         """
 

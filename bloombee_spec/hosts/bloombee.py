@@ -1,4 +1,5 @@
-"""BloomBee 0.1.3 (Petals' main branch under another name). Everything is done by subclassing; no attribute of the host changes."""
+"""BloomBee 0.1.3 (Petals' main branch under another name). Everything is done by subclassing; no attribute of the host
+changes."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class BloomBeeHost(Host):
             DistributedLlamaForCausalLM, DistributedBloomForCausalLM, DistributedFalconForCausalLM,
             DistributedMixtralForCausalLM,
         )  # fmt: skip
-        hub = {k: v for k, v in kwargs.items() if k in ("token", "use_auth_token", "revision", "cache_dir", "dht_prefix")}
+        hub = {
+            k: v for k, v in kwargs.items() if k in ("token", "use_auth_token", "revision", "cache_dir", "dht_prefix")
+        }
         config = AutoDistributedConfig.from_pretrained(model_name, **hub)
         for cls in classes:
             if cls.config_class.model_type == config.model_type:
@@ -71,7 +74,10 @@ class BloomBeeHost(Host):
     def servers(self, model: Any) -> dict[str, tuple[int, int]]:
         manager = _ready(_manager(model))
         with manager.lock_changes:
-            return {span.peer_id.to_base58(): (span.start, span.end) for span in manager.state.sequence_info.spans_by_priority}
+            return {
+                span.peer_id.to_base58(): (span.start, span.end)
+                for span in manager.state.sequence_info.spans_by_priority
+            }
 
     def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
         manager = _manager(model) if peers is None else self._restricted(model, frozenset(peers))
@@ -186,7 +192,7 @@ class SpecModuleContainer(host_server.ModuleContainer):
     @classmethod
     def create(cls, **kwargs: Any) -> Any:
         bound = type(cls.__name__, (cls,), {"create_args": kwargs})
-        return super(SpecModuleContainer, bound).create(**kwargs)
+        return super(SpecModuleContainer, bound).create(**kwargs)  # type: ignore[misc]
 
     def __init__(self, dht: Any, dht_prefix: str, module_backends: Any, *, start: bool, **kwargs: Any):
         super().__init__(dht, dht_prefix, module_backends, start=False, **kwargs)
@@ -237,7 +243,8 @@ class SpecModuleContainer(host_server.ModuleContainer):
 
 
 def make_server_class(base: type[Any], config: SpecServerConfig) -> type[Any]:
-    """`base` (the host's `Server` or a subclass), serving plugin sessions too. Works on patched and unpatched hosts."""
+    """`base` (the host's `Server` or a subclass), serving plugin sessions too. Works on patched and unpatched
+    hosts."""
     container = type("SpecModuleContainer", (SpecModuleContainer,), {"spec_config": config})
     if hasattr(base, "container_class"):  # patches/bloombee-0.1.3/server-plugins
         return type("SpecServer", (base,), {"container_class": container})
@@ -253,7 +260,11 @@ class _UnpatchedRun:
         while True:
             arguments = {
                 name: getattr(self, name)
-                for function in (host_server.ModuleContainer.create, host_server.ModuleContainer.__init__, Runtime.__init__)
+                for function in (
+                    host_server.ModuleContainer.create,
+                    host_server.ModuleContainer.__init__,
+                    Runtime.__init__,
+                )
                 for name in inspect.signature(function).parameters
                 if hasattr(self, name)
             }

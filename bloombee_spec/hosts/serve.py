@@ -9,9 +9,11 @@ from typing import Any
 
 
 def run_host_command(argv: Sequence[str], server_class: type[Any], module: str = "bloombee.cli.run_server") -> None:
-    """Parse `argv` exactly as the host does and run `server_class` instead of its `Server`. Blocks until the server ends.
+    """Parse `argv` exactly as the host does and run `server_class` instead of its `Server`. Blocks until the server
+    ends.
 
-    The host builds its argument parser and its server in one function, so the command's file is executed as a module of our own
+    The host builds its argument parser and its server in one function, so the command's file is executed as a module
+    of our own
     (never put into `sys.modules`), whose global `Server` is the extended class. The host's modules stay as they are.
     """
     spec = importlib.util.find_spec(module)

@@ -1,6 +1,7 @@
 """Columns of a lane's KV buffer: `[arena | prefix]`, one contiguous slice per attention call.
 
-Keys have no order, so the arena of live candidates lies in front of the committed prefix and is filled from its right end:
+Keys have no order, so the arena of live candidates lies in front of the committed prefix and is filled from its right
+end:
 a step with few candidates attends to a short slice, a step with none attends to the prefix alone.
 """
 

@@ -1,9 +1,11 @@
-"""KV of one lane at one stage, and attention over it: one softmax over `[arena | prefix]`, without concatenating the past."""
+"""KV of one lane at one stage, and attention over it: one softmax over `[arena | prefix]`, without concatenating the
+past."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,7 +47,8 @@ class LaneView:
     :param rows: slice of the batch's rows that belong to this lane
     :param columns: `[n]` destination columns
     :param mask: `[n, end - begin]` bool, or None when every row sees the whole slice
-    :param positions: `[n]` positions of the rows and `key_positions` `[end - begin]` of the columns, for position biases
+    :param positions: `[n]` positions of the rows and `key_positions` `[end - begin]` of the columns, for position
+        biases
     """
 
     buffer: torch.Tensor
@@ -56,7 +59,15 @@ class LaneView:
     end: int
 
     @classmethod
-    def make(cls, buffer: torch.Tensor, rows: slice, columns: np.ndarray, mask: np.ndarray | None, begin: int, end: int) -> LaneView:
+    def make(
+        cls,
+        buffer: torch.Tensor,
+        rows: slice,
+        columns: np.ndarray[Any, np.dtype[Any]],
+        mask: np.ndarray[Any, np.dtype[Any]] | None,
+        begin: int,
+        end: int,
+    ) -> LaneView:
         device = buffer.device
         torch_mask = None if mask is None else torch.from_numpy(mask).to(device)
         return cls(buffer, rows, torch.from_numpy(columns).to(device), torch_mask, begin, end)
@@ -97,7 +108,9 @@ def _grouped_attention(
 ) -> torch.Tensor:
     """Heads that share a KV head become more query rows of it, so keys and values are never repeated in memory."""
     n, heads, head_dim = q.shape
-    grouped = q.view(n, heads // group, group, head_dim).permute(1, 2, 0, 3).reshape(heads // group, group * n, head_dim)
+    grouped = (
+        q.view(n, heads // group, group, head_dim).permute(1, 2, 0, 3).reshape(heads // group, group * n, head_dim)
+    )
     if mask is not None:
         mask = mask.repeat(group, 1)
     out = F.scaled_dot_product_attention(grouped[None], keys[None], values[None], attn_mask=mask)[0]

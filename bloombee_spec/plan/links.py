@@ -91,16 +91,16 @@ class LinkMeter:
         taken = received_at - (self._last_arrival if queued else sent_at)
         predicted = self._per_byte * nbytes + (0.0 if queued else self._delay)
         self._last_arrival = max(self._last_arrival, received_at)
-        self._learn(float(nbytes), predicted + self._pulled_in(taken - predicted), queued)
+        self._learn(float(nbytes), predicted + self._pulled_in(taken - predicted), queued, floor)
         self._samples += 1
 
     def _pulled_in(self, error: float) -> float:
         bound = OUTLIER * self._error
-        self._error += (1 - self._keep) * (min(abs(error), 4 * bound) - self._error)
+        self._error += (min(abs(error), 4 * bound) - self._error) / 8
         self._error = max(self._error, 1e-5)
         return min(max(error, -bound), bound)
 
-    def _learn(self, nbytes: float, taken: float, queued: bool) -> None:
+    def _learn(self, nbytes: float, taken: float, queued: bool, floor: float) -> None:
         keep = self._keep
         for name in ("_weight", "_bytes", "_transit", "_bytes2", "_cross", "_queued_bytes2", "_queued_cross"):
             setattr(self, name, keep * getattr(self, name))
@@ -119,7 +119,7 @@ class LinkMeter:
             per_byte = (self._cross - mean * self._transit + self._queued_cross) / spread
             if per_byte > 0:
                 self._per_byte = per_byte
-        if not queued:
-            sought = (self._transit - self._per_byte * self._bytes) / self._weight
-            trust = max(1.0 - keep, self._weight / (self._weight + 1.0))  # the first samples correct a guess quickly
-            self._delay = max(0.0, self._delay + trust * (sought - self._delay))
+        # A frame that queued bounds the delay from above only; without others that bound is all there is.
+        sought = floor if queued else (self._transit - self._per_byte * self._bytes) / self._weight
+        trust = 1.0 - keep if queued else self._weight / (self._weight + 1.0)
+        self._delay = max(0.0, self._delay + trust * (sought - self._delay))

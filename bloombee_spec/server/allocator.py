@@ -1,7 +1,9 @@
 """KV memory through the host's own cache accounting.
 
-The host's `MemoryCache.allocate_cache` must be entered in another process than the one that computes, as its connection handlers
-do. A small forked child enters and leaves it on behalf of the servicer, which lives in the computing process. When that process
+The host's `MemoryCache.allocate_cache` must be entered in another process than the one that computes, as its
+connection handlers
+do. A small forked child enters and leaves it on behalf of the servicer, which lives in the computing process. When
+that process
 dies, the child notices and exits; when the child dies, the host's health check restarts the server.
 """
 
@@ -63,7 +65,7 @@ class CacheAllocator:
         future: asyncio.Future[tuple[bool, Any]] = loop.create_future()
 
         def done(result: tuple[bool, Any]) -> None:
-            loop.call_soon_threadsafe(lambda: future.done() or future.set_result(result))
+            loop.call_soon_threadsafe(_settle, future, result)
 
         with self._lock:
             ticket, self._next = self._next, self._next + 1
@@ -111,6 +113,11 @@ class CacheAllocator:
         except (EOFError, OSError):
             for done in list(self._pending.values()):
                 done((False, "the cache allocator ended"))
+
+
+def _settle(future: asyncio.Future[tuple[bool, Any]], result: tuple[bool, Any]) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 def _serve(

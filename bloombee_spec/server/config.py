@@ -14,7 +14,8 @@ class SpecServerConfig:
     """What a server offers to plugin clients. Every limit is per server process."""
 
     heads: str = "auto"
-    """auto, none, embed, lm_head or both: which of the model's ends to load beside the blocks. `auto` loads the embeddings with the first
+    """auto, none, embed, lm_head or both: which of the model's ends to load beside the blocks. `auto` loads the
+    embeddings with the first
     block and the norm + LM head with the last one."""
     max_sessions: int = 64
     """Open plugin sessions; one more is refused."""
@@ -23,7 +24,8 @@ class SpecServerConfig:
     max_arena: int = 256
     """Live candidates of one stream in the KV cache (credits granted to a client)."""
     max_rows: int = 0
-    """Rows in one forward, beyond which candidates wait for the next one, so that a committed token never waits for long. 0: as many as take at
+    """Rows in one forward, beyond which candidates wait for the next one, so that a committed token never waits for
+    long. 0: as many as take at
     most 2.5 times as long as one row, by measurement at start."""
     max_prefill: int = 256
     """Prompt tokens in one chunk."""

@@ -29,7 +29,15 @@ class Heads:
     """
 
     def __init__(
-        self, model: str, config: Any, *, embed: bool, lm_head: bool, dtype: torch.dtype, device: torch.device, **hub: Any
+        self,
+        model: str,
+        config: Any,
+        *,
+        embed: bool,
+        lm_head: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        **hub: Any,
     ):
         tied = bool(getattr(config, "tie_word_embeddings", False))
         names = ([EMBEDDING] if embed or (lm_head and tied) else []) + ([NORM] if lm_head else [])
@@ -73,7 +81,8 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
 
 
 def load_tensors(model: str, names: list[str], **hub: Any) -> dict[str, torch.Tensor]:
-    """Only the named tensors of a checkpoint (directory or hub name), from safetensors or PyTorch files, sharded or not.
+    """Only the named tensors of a checkpoint (directory or hub name), from safetensors or PyTorch files, sharded or
+    not.
 
     :raises UnsupportedModel: the checkpoint cannot be found, or lacks a tensor
     """
@@ -110,7 +119,11 @@ def load_tensors(model: str, names: list[str], **hub: Any) -> dict[str, torch.Te
 def _find(model: str, file: str, **hub: Any) -> str | None:
     try:
         path: str | None = cached_file(
-            model, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False, **hub
+            model,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **hub,
         )
     except OSError:
         return None

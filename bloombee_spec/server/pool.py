@@ -1,8 +1,11 @@
 """One more pool for the host's `Runtime`, with results that stay in this process.
 
-The host's own pools send tasks through a queue between processes, so a future that is awaited in the runtime's process is never
-set. This pool has the interface that `Runtime` expects (name, priority, batch_receiver, load_batch_to_runtime, process_func,
-send_outputs_from_runtime, send_exception_from_runtime, is_alive, start, join, terminate), and its only task is "look what waits".
+The host's own pools send tasks through a queue between processes, so a future that is awaited in the runtime's process
+is never
+set. This pool has the interface that `Runtime` expects (name, priority, batch_receiver, load_batch_to_runtime,
+process_func,
+send_outputs_from_runtime, send_exception_from_runtime, is_alive, start, join, terminate), and its only task is "look
+what waits".
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ class StagePool:
     def empty(self) -> bool:
         return not self.batch_receiver.poll()
 
-    def load_batch_to_runtime(self, timeout: float | None = None, device: Any = None) -> tuple[int, list[torch.Tensor]]:
+    def load_batch_to_runtime(
+        self, timeout: float | None = None, device: Any = None
+    ) -> tuple[int, list[torch.Tensor]]:
         with self._lock:
             self.batch_receiver.recv_bytes()
             self._woken_at = None

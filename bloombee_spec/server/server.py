@@ -1,4 +1,5 @@
-"""Assembles a stage from a host's loaded blocks and runs its service: what the host adapter starts next to the host's own handlers."""
+"""Assembles a stage from a host's loaded blocks and runs its service: what the host adapter starts next to the host's
+own handlers."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -65,7 +67,8 @@ class StageServer:
     """
     :raises UnsupportedModel: no family serves these blocks
 
-    Order: construct, add `pool` to the runtime, `fork` before the process starts threads for requests, `start`, `shutdown`.
+    Order: construct, add `pool` to the runtime, `fork` before the process starts threads for requests, `start`,
+    `shutdown`.
     """
 
     def __init__(self, dht: DHT, loaded: LoadedBlocks, config: SpecServerConfig):
@@ -112,7 +115,7 @@ class StageServer:
         if not self._ready.wait(START_TIMEOUT) or self._error is not None:
             raise RuntimeError(f"speculative service did not start: {self._error!r}")
         logger.info(
-            f"Speculative stage ready: blocks {self._loaded.first_block}:{self._loaded.first_block + len(self._loaded.blocks)}, "
+            f"Speculative stage ready: {len(self._loaded.blocks)} blocks from {self._loaded.first_block} on, "
             f"family {self._family.name}, embeddings {self._heads.embeds}, LM head {self._heads.verifies}"
         )
 
@@ -274,7 +277,7 @@ def _affordable_rows(seconds: dict[int, float], factor: float = 2.5) -> int:
     """Most rows whose forward takes at most `factor` times as long as one row's, by linear interpolation."""
     points = sorted(seconds.items())
     budget = factor * points[0][1]
-    for (n0, t0), (n1, t1) in zip(points, points[1:]):
+    for (n0, t0), (n1, t1) in pairwise(points):
         if t1 > budget:
             return max(n0, int(n0 + (n1 - n0) * (budget - t0) / (t1 - t0))) if t0 <= budget else n0
     return points[-1][0]

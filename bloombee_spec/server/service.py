@@ -1,7 +1,9 @@
 """The RPC surface of a stage, beside the host's own handlers: `rpc_spec_info`, and one framed stream per neighbour.
 
-Streams are opened through libp2p, so the other side's peer id is authenticated. The first frame says what a stream is: `Open` (a
-client's control stream, which owns the session: when it ends, the session ends) or `Hello` (activations from the predecessor,
+Streams are opened through libp2p, so the other side's peer id is authenticated. The first frame says what a stream is:
+`Open` (a
+client's control stream, which owns the session: when it ends, the session ends) or `Hello` (activations from the
+predecessor,
 commits from the verifier).
 """
 
@@ -35,7 +37,8 @@ OpenSession = Callable[[Open, str, Outbox], Any]
 class SpecService(ServicerBase):
     """
     :param info: answers `rpc_spec_info`, a msgpack-able mapping
-    :param open_session: coroutine function `(Open, client peer id, outbox) -> StageSession`; raises AllocationRefused or FrameError
+    :param open_session: coroutine function `(Open, client peer id, outbox) -> StageSession`; raises AllocationRefused
+        or FrameError
     :param retire: called once when a session ended
     :param wake: asks the stage to look at its sessions
     """
@@ -84,7 +87,9 @@ class SpecService(ServicerBase):
             with contextlib.suppress(Exception):
                 writer.close()
 
-    async def _serve_client(self, opened: Open, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_client(
+        self, opened: Open, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT)
         session: StageSession | None = None
         try:

@@ -94,7 +94,9 @@ class StageSession:
         if isinstance(frame, (PrefixFrame, NodesFrame)):
             if source != (CLIENT if self.open.previous is None else DATA):
                 raise FrameError("activations are accepted from the announced predecessor only")
-            self._check_tokens(frame.tokens if isinstance(frame, PrefixFrame) else [node.token for node in frame.nodes])
+            self._check_tokens(
+                frame.tokens if isinstance(frame, PrefixFrame) else [node.token for node in frame.nodes]
+            )
             hidden = self._rows(frame)
             with self.lock:
                 lane = self._lane(frame.lane)

@@ -1,4 +1,5 @@
-"""The stage's compute: rows of all sessions that wait go through this server's blocks in one forward, in the runtime's thread."""
+"""The stage's compute: rows of all sessions that wait go through this server's blocks in one forward, in the runtime's
+thread."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from hivemind.utils.logging import get_logger
 from torch import nn
 
 from bloombee_spec.kv.buffer import LaneView, move_columns
+from bloombee_spec.lane import LaneBatch, Row
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.families.base import BlockFamily
 from bloombee_spec.server.heads import Heads
-from bloombee_spec.lane import LaneBatch, Row
 from bloombee_spec.server.pool import StagePool
 from bloombee_spec.server.session import StageSession
 
@@ -90,7 +91,8 @@ class Stage:
             self.pool.wake()
 
     def _collect(self) -> list[_LaneWork]:
-        """Lanes with work, those on a committed path first, then the longest unserved; one span of blocks per forward."""
+        """Lanes with work, those on a committed path first, then the longest unserved; one span of blocks per
+        forward."""
         waiting = [
             (session, index)
             for session in list(self.sessions.values())
@@ -159,7 +161,9 @@ class Stage:
                     hidden, shared, views = self._prune(work, hidden, shared, views)
                     if not len(hidden):
                         break
-                hidden = self.family.forward(index, block, hidden, shared, [view for view in views if view.columns.numel()])
+                hidden = self.family.forward(
+                    index, block, hidden, shared, [view for view in views if view.columns.numel()]
+                )
         return hidden
 
     def _inputs(self, rows: list[Row]) -> torch.Tensor:

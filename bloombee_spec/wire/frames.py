@@ -1,6 +1,7 @@
 """What crosses the wire: frames of committed prefixes, candidate nodes, commits and rewinds, and control messages.
 
-A frame is `[version:4 | kind:4] body checksum`. The checksum is CRC-16 for frames of up to 256 bytes, CRC-32 above, so that a
+A frame is `[version:4 | kind:4] body checksum`. The checksum is CRC-16 for frames of up to 256 bytes, CRC-32 above, so
+that a
 commit of one token stays below 16 bytes. On a stream a frame is preceded by its length in 3 bytes, big endian.
 Activation rows travel as opaque bytes of a named codec: a frame is decoded without touching them.
 """
@@ -12,6 +13,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import msgpack
@@ -57,7 +59,8 @@ class Kind(IntEnum):
 class PrefixFrame:
     """Committed tokens that flow down the ring: a prompt chunk, a new turn, an edited history.
 
-    The receiver forgets everything from position `start` on, then appends `tokens`. `rows` holds activations of the last `n_rows`
+    The receiver forgets everything from position `start` on, then appends `tokens`. `rows` holds activations of the
+    last `n_rows`
     tokens (none on the client's link when the first stage embeds).
 
     :param last: the final chunk: the verifier may commit after it
@@ -98,7 +101,8 @@ class NodesFrame:
 
 @dataclass(frozen=True, slots=True)
 class CommitFrame:
-    """Committed tokens at `position`, `position + 1`, ...; without tokens it only answers `seq` (verifier to client)."""
+    """Committed tokens at `position`, `position + 1`, ...; without tokens it only answers `seq` (verifier to
+    client)."""
 
     lane: int
     epoch: int
@@ -153,7 +157,9 @@ def encode(frame: Frame) -> bytes:
     else:
         out.append(PROTOCOL_VERSION << 4 | Kind.CONTROL)
         out += msgpack.packb(frame.message, use_bin_type=True)
-    checksum = binascii.crc_hqx(out, 0).to_bytes(2, "big") if len(out) <= _SHORT else zlib.crc32(out).to_bytes(4, "big")
+    checksum = (
+        binascii.crc_hqx(out, 0).to_bytes(2, "big") if len(out) <= _SHORT else zlib.crc32(out).to_bytes(4, "big")
+    )
     out += checksum
     if len(out) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(out)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
@@ -209,7 +215,7 @@ def _put(out: bytearray, *values: int) -> None:
 def _put_nodes(out: bytearray, nodes: Sequence[NodeSpec]) -> None:
     """Ids as the step from the previous id, parents relative to the previous node: a chain costs one byte per link."""
     previous = 0
-    consecutive = all(b.id == a.id + 1 for a, b in zip(nodes, nodes[1:]))
+    consecutive = all(b.id == a.id + 1 for a, b in pairwise(nodes))
     if nodes:
         out.append(int(consecutive))
     for i, node in enumerate(nodes):
@@ -248,7 +254,14 @@ def _unpack(data: memoryview) -> dict[str, Any]:
     n = len(data)
     try:
         message = msgpack.unpackb(
-            data, raw=False, strict_map_key=True, max_str_len=n, max_bin_len=n, max_array_len=n, max_map_len=n, max_ext_len=0
+            data,
+            raw=False,
+            strict_map_key=True,
+            max_str_len=n,
+            max_bin_len=n,
+            max_array_len=n,
+            max_map_len=n,
+            max_ext_len=0,
         )
     except Exception as e:  # msgpack raises half a dozen unrelated types on bad input
         raise FrameError(f"malformed control message: {e}") from None

@@ -1,9 +1,10 @@
-"""Control messages: opening and linking sessions. Each is a frozen dataclass that checks what a peer sent, field by field."""
+"""Control messages: opening and linking sessions. Each is a frozen dataclass that checks what a peer sent, field by
+field."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -21,7 +22,10 @@ class Message:
     """Base of control messages; `to_wire` and `from_wire` are inverse, with the class name as the kind."""
 
     def to_wire(self) -> dict[str, Any]:
-        return {"kind": type(self).__name__, **{k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}}  # type: ignore[call-overload]
+        return {
+            "kind": type(self).__name__,
+            **{k: list(v) if isinstance(v, tuple) else v for k, v in vars(self).items()},
+        }
 
     @classmethod
     def from_wire(cls: type[T], message: Mapping[str, Any]) -> T:
@@ -72,7 +76,8 @@ def _in_range(**bounds: tuple[int, int, int]) -> None:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """First frame of a stream between stages. `role` is `data` (from the predecessor) or `commit` (from the verifier)."""
+    """First frame of a stream between stages. `role` is `data` (from the predecessor) or `commit` (from the
+    verifier)."""
 
     session: bytes
     stage: int
@@ -94,7 +99,8 @@ class Open(Message):
     :param previous: who sends activations; `next` who gets them; `verifier` who commits
     :param next_stage: what the next stage is asked for by this session's id
     :param listeners: verifier only: the other stages `(peer, …)` in route order, who get commits directly
-    :param embed: this stage turns token ids into rows (first stage); `verify` this stage applies the LM head (last stage)
+    :param embed: this stage turns token ids into rows (first stage); `verify` this stage applies the LM head (last
+        stage)
     :param codec: name of the activation codec towards the next hop, `codec_in` of the one from the previous hop
     """
 
@@ -128,7 +134,15 @@ class Open(Message):
             arena=(self.arena, 1, MAX_POSITION),
             listeners=(len(self.listeners), 0, self.stages),
         )
-        for peer in (self.previous, self.next, self.verifier, self.codec, self.codec_in, self.adapter, *self.listeners):
+        for peer in (
+            self.previous,
+            self.next,
+            self.verifier,
+            self.codec,
+            self.codec_in,
+            self.adapter,
+            *self.listeners,
+        ):
             if peer is not None and len(peer) > MAX_NAME:
                 raise ValueError("a name is too long")
         if self.embed and self.stage != 0:

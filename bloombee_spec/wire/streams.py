@@ -1,4 +1,5 @@
-"""Frames over a pair of asyncio streams: lengths are checked before anything is read, every wait has an end, queues are bounded."""
+"""Frames over a pair of asyncio streams: lengths are checked before anything is read, every wait has an end, queues
+are bounded."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ class Outbox:
 
     def put_bytes(self, data: bytes) -> int:
         if self.failure is not None or self._closing:
-            raise StreamClosed(f"cannot send: {self.failure!r}" if self.failure else "cannot send: the stream is closed")
+            raise StreamClosed(
+                f"cannot send: {self.failure!r}" if self.failure else "cannot send: the stream is closed"
+            )
         if self._queued + len(data) > self._max_bytes and self._queued:
             self.failure = StreamClosed(f"peer reads too slowly: {self._queued} bytes are queued")
             self.task.cancel()

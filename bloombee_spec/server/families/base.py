@@ -1,4 +1,5 @@
-"""The family seam: what a model family's block does to tree rows. A family is one file that knows the names inside its block."""
+"""The family seam: what a model family's block does to tree rows. A family is one file that knows the names inside its
+block."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class BlockFamily(ABC):
 
     @abstractmethod
     def prepare(self, block: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> Any:
-        """What all blocks of a span share in one forward (e.g. rotary factors). `hidden` `[n, hidden]`, `positions` `[n]`."""
+        """What all blocks of a span share in one forward (e.g. rotary factors). `hidden` `[n, hidden]`, `positions`
+        `[n]`."""
 
     @abstractmethod
     def forward(

@@ -26,8 +26,8 @@ class LlamaFamily(BlockFamily):
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModel(
-                f"RoPE scaling {rope_type!r} changes with the sequence length, so keys that are already cached would have to "
-                f"change too; supported: {', '.join(ROPE_TYPES)}"
+                f"RoPE scaling {rope_type!r} changes with the sequence length, so keys that are already cached would "
+                f"have to change too; supported: {', '.join(ROPE_TYPES)}"
             )
 
     @property
@@ -36,7 +36,9 @@ class LlamaFamily(BlockFamily):
 
     @property
     def head_dim(self) -> int:
-        return int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+        return int(
+            getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        )
 
     def check(self, block: nn.Module) -> None:
         for path in (
@@ -46,9 +48,13 @@ class LlamaFamily(BlockFamily):
             try:
                 block.get_submodule(path)
             except AttributeError:
-                raise UnsupportedModel(f"{type(block).__name__} has no {path}: not a Llama block that this version knows") from None
+                raise UnsupportedModel(
+                    f"{type(block).__name__} has no {path}: not a Llama block that this version knows"
+                ) from None
 
-    def prepare(self, block: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def prepare(
+        self, block: nn.Module, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = block.self_attn.rotary_emb(hidden[None, :, : self.head_dim], positions[None])  # type: ignore[union-attr, operator]
         return cos[0, :, None, :], sin[0, :, None, :]
 

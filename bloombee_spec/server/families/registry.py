@@ -19,5 +19,7 @@ def family_for(config: Any) -> BlockFamily:
         found = [point for point in entry_points(group="bloombee_spec.families") if point.name == model_type]
         family = found[0].load() if found else None
     if family is None:
-        raise UnsupportedModel(f"model type {model_type!r} has no tree forward; supported: {', '.join(sorted(FAMILIES))}")
+        raise UnsupportedModel(
+            f"model type {model_type!r} has no tree forward; supported: {', '.join(sorted(FAMILIES))}"
+        )
     return family(config)
