@@ -12,7 +12,7 @@ import torch
 from benchmarks.codecs_rows import BOUNDARIES, Recording
 from bloombee_spec.wire.activations import bits_of
 from bloombee_spec.wire.entropy import put_plane, take_plane
-from bloombee_spec.wire.lossless import _LAYOUTS, _symbols
+from bloombee_spec.wire.lossless import LAYOUTS, symbols_of
 
 Plane = npt.NDArray[np.uint8]
 
@@ -47,7 +47,7 @@ def stage_table(recordings: Sequence[Recording]) -> str:
 
 
 def symbol_plane(rows: torch.Tensor) -> Plane:
-    return _symbols(bits_of(rows).numpy().view(np.uint16), _LAYOUTS[rows.dtype])[1].reshape(-1)
+    return symbols_of(bits_of(rows).numpy().view(np.uint16), LAYOUTS[rows.dtype])[1].reshape(-1)
 
 
 def _stages(shares: npt.NDArray[np.float64]) -> list[tuple[str, Callable[[Plane], Any], Callable[[Any, int], Any]]]:

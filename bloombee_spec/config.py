@@ -27,8 +27,10 @@ class SpecConfig:
     """Candidates that are drafted and sent in one go."""
     max_depth: int = 64
     """Longest chain of candidates below the last committed token."""
-    min_probability: float = 0.05
-    """A candidate whose path is less likely than this is not sent."""
+    min_probability: float | None = None
+    """A candidate whose path is less likely than this is not sent. None: what one more row costs on this route
+    (measured compute and bytes)
+    over what a hit saves (a lap)."""
     seed: int | None = None
     """Key of the sampling noise; None draws a new one from torch's default generator for each call."""
     hedges: int = 8

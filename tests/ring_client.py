@@ -5,15 +5,17 @@ from __future__ import annotations
 import queue
 from collections import Counter, deque
 from collections.abc import Callable
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from bloombee_spec.client.decoder import RingDecoder
-from bloombee_spec.client.ring import RingError
+from bloombee_spec.client.ring import RingError, StageInfo
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
+from bloombee_spec.hosts.base import Span
 from bloombee_spec.kv.buffer import KVShape
 from bloombee_spec.server.session import CLIENT, COMMIT, DATA, StageSession
 from bloombee_spec.wire.frames import CommitFrame, ControlFrame, NodesFrame, PrefixFrame, RewindFrame, decode
@@ -29,8 +31,15 @@ class Client:
         self.world, shape, number = world, world.shape, len(world.clients)
         self.arena, self.embeds, self.verifies = min(shape.arena, config.max_candidates), shape.embed, shape.verify
         self.max_prefill = shape.chunk
-        self.spans = [SimpleNamespace(peer=f"stage{i}") for i in range(len(shape.blocks))]
-        self.infos = [SimpleNamespace(dtype="float64", hidden=1)]
+        ends = list(accumulate(shape.blocks))
+        self.spans = [Span(f"stage{i}", end - n, end) for i, (end, n) in enumerate(zip(ends, shape.blocks))]
+        self.infos = [
+            StageInfo(
+                span.peer, span.start, span.end, "hash", shape.embed, shape.verify, "float64", 1, ("raw",), (), shape.max_length,
+                shape.lanes, shape.arena, shape.chunk, {1: 1e-3, 8: 2e-3, 64: 1e-2},
+            )
+            for span in self.spans
+        ]  # fmt: skip
         self.events = SimpleNamespace(get=self._get)
         self.interrupt_after: int | None = None
         self.received: list[tuple[float, Any]] = []  # (time, frame) from the last stage

@@ -12,7 +12,7 @@ from bloombee_spec.client.stream import StreamRequest, think
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter, Proposal, never
 from bloombee_spec.sampling.spec import SamplingSpec
-from bloombee_spec.wire.frames import PrefixFrame
+from bloombee_spec.wire.frames import ControlFrame, PrefixFrame
 from tests.ring_client import Client
 from tests.ring_model import HashModel
 from tests.ring_world import RingShape, World
@@ -102,7 +102,7 @@ class Game:
     drafting: str = (
         "any"  # in the decode loop (`instant`), in `steps` of its own, or in a `thread` that nobody schedules
     )
-    longest: int = 8
+    longest: int = 10
     clients: int = 1
     drain: bool = False  # let everything settle between turns
 
@@ -181,7 +181,7 @@ class _User:
     def _request(self, lane: int, history: list[int]) -> StreamRequest:
         rng = self.rng
         del history[self.world.shape.max_length - 1 :]
-        limit = min(len(history) + rng.choice((0, 1, rng.randint(2, self.game.longest))), self.world.shape.max_length)
+        limit = min(len(history) + rng.choices((0, 1, rng.randint(2, self.game.longest)), (1, 1, 10))[0], self.world.shape.max_length)
         stops = (rng.randrange(self.world.model.vocab),) if rng.random() < 0.4 else ()
         spec = SamplingSpec(prompt_length=len(history), seed=rng.randrange(99), **SAMPLED)  # type: ignore[arg-type]
         sampling = spec.to_wire() if rng.random() < 0.1 else {}
@@ -238,6 +238,8 @@ class _User:
 def check_ledger(client: Client) -> None:
     """Rule 4: stages answer for every frame; and what they say that they computed is what they computed."""
     frames = [frame for _, frame in client.received]
+    failures = [frame.message for frame in frames if isinstance(frame, ControlFrame)]
+    assert not failures, failures
     lanes = [session.lanes for session in client.sessions]
     for lane in range(len(lanes[0])):
         answers = [frame.seq for frame in frames if frame.lane == lane]

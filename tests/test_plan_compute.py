@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloombee_spec.plan.acceptance import RANKS, AcceptanceModel
@@ -24,6 +24,7 @@ def test_time_is_linear_between_points_flat_below_and_goes_on_above() -> None:
     assert ComputeProfile.flat(0.02).time(500) == 0.02
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.integers(1, 500), times, min_size=1, max_size=6), st.integers(1, 600), st.integers(1, 600))
 def test_more_rows_never_take_less_time(samples: dict[int, float], a: int, b: int) -> None:
     profile = ComputeProfile.measured(samples)
@@ -31,6 +32,7 @@ def test_more_rows_never_take_less_time(samples: dict[int, float], a: int, b: in
     assert profile.time(low) <= profile.time(high) * (1 + 1e-9)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(st.integers(1, 500), times, min_size=1, max_size=4),
     st.lists(st.tuples(st.integers(1, 600), times), max_size=30),
@@ -95,6 +97,7 @@ def test_a_drafter_that_is_never_right_is_found_out_quickly() -> None:
     assert model.hit_rate() < 0.02
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 19), st.booleans(), st.integers(1, 40)), max_size=60))
 def test_rates_are_always_falling_chances_that_sum_to_at_most_one(verdicts: list[tuple[int, int, bool, int]]) -> None:
     model = AcceptanceModel(half_life=5)
@@ -116,6 +119,7 @@ LOSSLESS = CodecOption("lossless", 4000, row_s=0.0004, frame_s=0.0002)
 INT4 = CodecOption("int4", 2048, row_s=0.0001, lossless=False)
 
 
+@settings(deadline=None)
 @given(st.floats(1e5, 1e12), st.integers(1, 256))
 def test_a_codec_is_chosen_exactly_below_its_break_even(bandwidth: float, rows: int) -> None:
     edge = break_even_bandwidth(RAW, LOSSLESS, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloombee_spec.plan.curve import MAX_LENGTH, CurveError, parse_curve
@@ -70,6 +70,7 @@ def test_a_curve_without_a_value_says_so_when_asked(text: str) -> None:
         curve(1)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="n0123456789.+-*/() lnogexpsqrt,_'\"[]", max_size=60))
 def test_no_text_does_anything_but_give_a_number_or_a_curve_error(text: str) -> None:
     try:

@@ -37,10 +37,10 @@ def _feed(
 def test_delay_and_bandwidth_are_found_from_frames_that_queue(delay: float, bandwidth: float, seed: int) -> None:
     meter = LinkMeter(GUESS)
     _feed(meter, delay, bandwidth, 200, seed=seed)
-    assert meter.estimate.delay_s == pytest.approx(delay, rel=0.15, abs=0.002)
+    assert meter.estimate.delay_s == pytest.approx(delay, rel=0.15, abs=0.004)
     # what matters is the time of a frame: at high bandwidth the slope drowns in nothing that anybody would notice
     for nbytes in (2_000, 60_000):
-        assert meter.estimate.time(nbytes) == pytest.approx(delay + 8 * nbytes / bandwidth, rel=0.15, abs=0.002)
+        assert meter.estimate.time(nbytes) == pytest.approx(delay + 8 * nbytes / bandwidth, rel=0.15, abs=0.004)
 
 
 def test_a_frame_behind_another_is_not_charged_for_the_wait() -> None:
@@ -71,6 +71,7 @@ def test_frames_of_one_size_do_not_move_the_bandwidth() -> None:
     assert meter.estimate.time(4_000) == pytest.approx(0.03, rel=0.05)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(allow_nan=True), st.floats(allow_nan=True), st.integers(-(2**40), 2**40)), max_size=40

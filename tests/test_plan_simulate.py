@@ -130,7 +130,7 @@ def test_dead_rows_are_dropped_before_the_links_they_would_have_crossed() -> Non
 
 
 @given(st.integers(0, 50), st.floats(0.0, 0.5), st.floats(1e4, 1e9))
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 def test_a_link_delivers_in_order_after_bytes_and_delay(seed: int, delay: float, bandwidth: float) -> None:
     rng, clock = random.Random(seed), Clock()
     arrived: list[tuple[float, int]] = []

@@ -54,7 +54,7 @@ def test_the_reviews_widest_layers(hidden: int, value_bytes: float, mbps: float,
     assert round(widest_layer(mbps * 1e6, 0.025, hidden * value_bytes)) == reading
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.floats(0.001, 0.3), st.floats(100, 20000), st.integers(2, 300), st.floats(0, 0.05))
 def test_break_even_is_where_a_tree_is_as_fast_as_no_tree(
     hops: int, hop_s: float, row_bytes: float, size: int, row_s: float

@@ -54,6 +54,7 @@ def test_the_search_is_best_when_acceptance_depends_on_depth(
     assert expected_tokens(best_first(tuple(rows), size, depth)) == pytest.approx(_brute(tuple(rows), size, depth))
 
 
+@settings(deadline=None)
 @given(falling, st.integers(1, 40), st.integers(1, 6))
 def test_a_tree_is_a_tree(row: tuple[float, ...], size: int, depth: int) -> None:
     nodes = best_first((row,), size, depth)
@@ -75,6 +76,7 @@ def test_a_chain_saturates_and_a_tree_does_not() -> None:
     assert min(gains) > 0.4 and table[128] > 5.0
 
 
+@settings(deadline=None)
 @given(falling, st.integers(1, 8), st.integers(1, 30))
 def test_coverage_falls_with_depth_and_grows_with_width(row: tuple[float, ...], width: int, depth: int) -> None:
     narrow, wide = beam_coverage((row,), width, depth), beam_coverage((row,), 2 * width, depth)

@@ -167,7 +167,7 @@ def test_several_calls_in_one_session(model: Any, expected: Any, toy_local: Any,
     first = target[: target.index(stop) + 1]
     more = [3, 0, 2, 9]
     second = reference(toy_local, [*ids, *first, *more], NEW)
-    respec(model, drafter=lambda: Knowing([[*ids, *target], [*ids, *first, *more, *second]], VOCAB, Script(0.8)))
+    respec(model, drafter=lambda: Knowing([[*ids, *target], [*ids, *first, *more, *second]], VOCAB, Script(1.0)))
     options: dict[str, Any] = {"eos_token_id": stop}
     if how == "criterion":
         options = {"stopping_criteria": [lambda ids, _: torch.tensor([int(ids[0, -1]) == stop])]}
@@ -217,8 +217,11 @@ def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, 
     before = _bytes_left(servers)
     respec(model, drafter=_knowing(expected, Script(0.5)))
     inputs, mask = _padded([ids for ids, _ in expected[:3]])
+    flying: list[Any] = []  # host sessions; held here, so that no garbage collector ends them
 
     def fail() -> None:
+        streams = model.active_session._decoder.streams
+        flying.extend(stream.connection.session for stream in streams if stream.lap is not None)
         raise ZeroDivisionError
 
     with model.inference_session(max_length=inputs.shape[1] + NEW):
@@ -227,8 +230,11 @@ def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, 
         out = model.generate(inputs, attention_mask=mask, max_new_tokens=NEW)
         assert out[:, inputs.shape[1] :].tolist() == [target[:NEW] for _, target in expected[:3]]
     deadline = time.monotonic() + 30
+    while not all(session._closed for session in flying) and time.monotonic() < deadline:
+        time.sleep(0.05)  # each ends with its lap
+    assert flying and all(session._closed and not session._server_sessions for session in flying)
     while _bytes_left(servers) != before and time.monotonic() < deadline:
-        time.sleep(0.05)  # steps that were in the servers when the caller left
+        time.sleep(0.05)
     assert _bytes_left(servers) == before
 
 

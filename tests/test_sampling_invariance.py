@@ -112,3 +112,20 @@ def test_rows_and_seeds_differ(name):
     texts = [_plain(spec, 24, row=0), _plain(spec, 24, row=1), _plain(other, 24, row=0)]
     assert len({tuple(text) for text in texts}) == 3
     assert _plain(spec, 24) == texts[0]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_keyed_drafts_are_accepted_more_often_than_likely_ones(temperature):
+    """A drafter that differs from the target, and samples at its temperature: hits among one and among four proposals."""
+    vocab, streams, rng = 300, 600, torch.Generator().manual_seed(1)
+    keyed, likely = [0, 0], [0.0, 0.0]
+    for position in range(streams):
+        target = 1.5 * torch.randn(vocab, generator=rng) / temperature
+        drafter = target + 0.7 * torch.randn(vocab, generator=rng) / temperature
+        rule = KeyedRule(SamplingSpec(prompt_length=0, do_sample=True, seed=2), vocab)
+        token = rule.choose(target, [], position)
+        for i, k in enumerate((1, 4)):
+            keyed[i] += token in propose_keyed(drafter, rule.noise.at(position), k)
+            likely[i] += float(target.softmax(-1)[drafter.topk(k).indices].sum())
+    assert keyed[0] > 1.5 * likely[0] and keyed[1] > 1.5 * likely[1]
+    assert keyed[0] > 0.4 * streams and keyed[1] > 0.8 * streams

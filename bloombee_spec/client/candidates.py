@@ -28,11 +28,43 @@ class Ask:
     epoch: int
 
 
+class Trust:
+    """How much of what the drafter's probabilities promised came true lately; they are multiplied by it.
+
+    A drafter that is never right is silenced after about a dozen misses, whatever it claims. A silent one is probed:
+    once
+    in `PROBE_LAPS` laps its best candidate is sent all the same.
+    """
+
+    PRIOR, MEMORY, PROBE_LAPS = 0.5, 64.0, 24
+
+    def __init__(self) -> None:
+        self._promised = self._kept = self.PRIOR
+        self._silent = 0
+
+    @property
+    def factor(self) -> float:
+        return min(1.0, self._kept / self._promised)
+
+    def record(self, chance: float, came_true: bool) -> None:
+        """A child of the root was judged; `chance` as the drafter gave it."""
+        fade = 1 - 1 / self.MEMORY
+        self._promised = max(self._promised * fade + chance, 1e-3)
+        self._kept = self._kept * fade + came_true
+        self._silent = 0
+
+    def probe(self) -> bool:
+        """Asked once per lap without candidates."""
+        self._silent += 1
+        return self._silent % self.PROBE_LAPS == 0
+
+
 @dataclass(eq=False, slots=True)
 class _Mark:
     """What is known of a candidate beside its place in the tree."""
 
     chance: float  # of its path below the current root
+    promised: float  # the drafter's own probability, given its parent
     depth: int  # below the root of the time when it was sent
     lap: int  # in which its row travels
     asked: bool = False
@@ -50,6 +82,8 @@ class Candidates:
         self.root_ref = 0  # how a child of the root names its parent
         self.root_lap = 0
         self.epoch = 0
+        self.trust = Trust()
+        self._probing = False
         self._root_asked = False
         self._marks: dict[int, _Mark] = {}
         self._next_id = 0
@@ -58,10 +92,11 @@ class Candidates:
         """A new root without candidates."""
         self.root_ref, self.root_lap = root_ref, lap
         self.epoch += 1
+        self._probing = not self._marks and self.trust.probe()
         self._root_asked, self._marks = False, {}
 
     def move(self, commit: Commit) -> int:
-        """A candidate became the root; returns its depth when it was sent."""
+        """A candidate became the root; returns its depth when it was sent. Call `judge` before."""
         assert commit.hit is not None
         for node in commit.dead:
             self._marks.pop(node.id, None)
@@ -70,6 +105,11 @@ class Candidates:
         for other in self._marks.values():
             other.chance = min(1.0, other.chance / max(mark.chance, 1e-9))
         return mark.depth
+
+    def judge(self, token: int) -> None:
+        """The next token is `token`: what that says about the drafter. Call before the tree commits it."""
+        for node in self.tree.roots:
+            self.trust.record(self._marks[node.id].promised, node.token == token)
 
     def correct(self, token: int) -> NodeSpec:
         """The committed token as a node of our own, for stages that cannot start it: call before `restart`."""
@@ -114,6 +154,8 @@ class Candidates:
             return []  # the root moved on along a candidate
         specs: list[NodeSpec] = []
         placed: list[Node | None] = []
+        trust = 1.0 if self._probing else self.trust.factor
+        room = min(room, 1) if self._probing else room
         deepest = ask.length - 1 + len(ask.path) + ask.depth
         for proposal in proposals:
             top = proposal.parent < 0
@@ -122,13 +164,13 @@ class Candidates:
             position = self.tree.length if parent is None else parent.position + 1
             known = known and position <= deepest and 0 <= proposal.token < self.vocab_size
             above = chance if parent is anchor else self._marks[parent.id].chance if parent is not None else 0.0
-            if not known or above * proposal.prob < self.min_chance:
+            if not known or above * proposal.prob * trust < self.min_chance:
                 placed.append(None)
                 continue
             siblings = self.tree.roots if parent is None else parent.children
             node = next((child for child in siblings if child.token == proposal.token), None)
             if node is None and room > len(specs) and len(siblings) < width:
-                node = self._add(parent, proposal.token, above * proposal.prob, specs)
+                node = self._add(parent, proposal.token, above * proposal.prob * trust, proposal.prob, specs)
             if node is not None and proposal.parent >= 0 and parent is not None:
                 self._marks[parent.id].asked = True
             placed.append(node)
@@ -137,12 +179,12 @@ class Candidates:
     def depth_of(self, spec: NodeSpec) -> int:
         return self._marks[spec.id].depth
 
-    def _add(self, parent: Node | None, token: int, chance: float, specs: list[NodeSpec]) -> Node:
+    def _add(self, parent: Node | None, token: int, chance: float, promised: float, specs: list[NodeSpec]) -> Node:
         spec = NodeSpec(self._take_id(), self.root_ref if parent is None else parent.id, token)
         (verdict,) = self.tree.extend((spec,))
         assert verdict.node is not None
         lap = self.root_lap if parent is None else self._marks[parent.id].lap
-        self._marks[spec.id] = _Mark(chance, verdict.position - self.tree.length + 1, lap)
+        self._marks[spec.id] = _Mark(chance, promised, verdict.position - self.tree.length + 1, lap)
         specs.append(spec)
         return verdict.node
 

@@ -16,6 +16,7 @@ from bloombee_spec.client.drafting import Drafting
 from bloombee_spec.client.local_verifier import LocalVerifier
 from bloombee_spec.client.ring import Ring, RingError
 from bloombee_spec.client.stream import Stream, StreamRequest
+from bloombee_spec.client.worth import Worth
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host
@@ -42,12 +43,14 @@ class RingDecoder:
         new_drafter: Callable[[], Drafter | None],
     ):  # fmt: skip
         self._host, self._model, self.ring, self._config = host, model, ring, config
+        worth = Worth(ring.spans, ring.infos)
         self.streams = [
             Stream(
-                lane, new_drafter(), config, credits=ring.arena, inject=ring.embeds, vocab_size=model.config.vocab_size
+                lane, new_drafter(), config, credits=ring.arena, inject=ring.embeds,
+                vocab_size=model.config.vocab_size, worth=worth,
             )
             for lane in range(lanes)
-        ]
+        ]  # fmt: skip
         info = ring.infos[0]
         self._codec, self._dtype = get_codec(config.codec), getattr(torch, info.dtype)
         self._verifier: LocalVerifier | None = None

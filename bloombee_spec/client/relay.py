@@ -23,6 +23,8 @@ from bloombee_spec.hosts.base import Host, Span
 
 logger = get_logger(__name__)
 
+RELAY_MIN_PROBABILITY = 0.05  # of a candidate's path, where the configuration leaves it open
+
 
 class RelayError(RuntimeError):
     """The host's sessions broke more often than the configuration allows."""
@@ -134,9 +136,9 @@ class RelayDecoder:
     ):  # fmt: skip
         self._host, self._model, self._config, self._max_length = host, model, config, max_length
         self._vocab_size: int = model.config.vocab_size
-        self.streams = [RelayStream(i, new_drafter(), ChainLength(config.min_probability)) for i in range(lanes)]
+        least = config.min_probability or 0.0
+        self.streams = [RelayStream(lane, new_drafter(), ChainLength(least)) for lane in range(lanes)]
         self._answers: queue.SimpleQueue[Lap] = queue.SimpleQueue()  # at most one lap per stream, and abandoned ones
-        self._calls = 0
         self.first_token_at: float | None = None
 
     @property
@@ -150,27 +152,22 @@ class RelayDecoder:
 
         :raises RelayError: a stream's sessions failed more than `max_retries` times
         """
-        self._calls += 1
-        self.first_token_at, call = None, self._calls
-        self._drop_flying()
+        self.first_token_at = None
         for stream, request in zip(self.streams, requests):
+            if stream.lap is not None:  # the caller broke the last call off
+                stream.drop()
             stream.begin(request, self._vocab_size)
-        try:
-            for stream in self.streams:
-                self._send(stream)
-            while any(stream.lap is not None for stream in self.streams):
-                lap = self._next_answer()
-                stream = self.streams[lap.lane]
-                if lap.error is not None:
-                    self._retry(stream, lap.error)
-                    continue
-                tokens = self._verified(stream, lap)
-                self.first_token_at = self.first_token_at or time.perf_counter()
-                yield stream.lane, tokens
-                self._send(stream)
-        finally:
-            if call == self._calls:  # the caller broke off; unless the next call has done it already
-                self._drop_flying()
+            self._send(stream)
+        while any(stream.lap is not None for stream in self.streams):
+            lap = self._next_answer()
+            stream = self.streams[lap.lane]
+            if lap.error is not None:
+                self._retry(stream, lap.error)
+                continue
+            tokens = self._verified(stream, lap)
+            self.first_token_at = self.first_token_at or time.perf_counter()
+            yield stream.lane, tokens
+            self._send(stream)
 
     def stop(self, lane: int, length: int) -> None:
         """The caller wants no more of this stream: keep `length` tokens."""
@@ -185,11 +182,6 @@ class RelayDecoder:
             if thread is not None:
                 thread.join()
         return []
-
-    def _drop_flying(self) -> None:
-        for stream in self.streams:
-            if stream.lap is not None:
-                stream.drop()
 
     def _send(self, stream: RelayStream, delay: float = 0.0) -> None:
         if stream.finished:

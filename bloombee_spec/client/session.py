@@ -165,7 +165,9 @@ class SpecSession:
             route = tuple(f"{span.start}:{span.end} {span.peer}" for span in spans)
             up, down = (now - before for now, before in zip(self.ring_bytes, bytes_before))
             first = decoder.first_token_at or first
-        counted = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()}
+        counted: dict[str, Any] = {
+            name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()
+        }
         return SpecStats(
             mode=mode, bytes_up=up, bytes_down=down, open_s=self._open_s, prefill_s=first - started,
             decode_s=time.perf_counter() - first, route=route, **counted,

@@ -16,6 +16,7 @@ from typing import Any
 
 from bloombee_spec.client.candidates import Ask, Candidates, root_ref_of
 from bloombee_spec.client.stats import Tally
+from bloombee_spec.client.worth import Worth
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter, Proposal
 from bloombee_spec.draft.cache import HedgeCache
@@ -45,6 +46,7 @@ class Stream:
     :param drafter: None decodes plainly
     :param credits: most candidates alive at a time
     :param inject: the first stage starts canonical rows by itself; otherwise the client sends each corrected token
+    :param worth: says how likely a candidate has to be, where the configuration leaves it open; shared by all streams
     """
 
     def __init__(
@@ -56,13 +58,18 @@ class Stream:
         credits: int,
         inject: bool,
         vocab_size: int,
+        worth: Worth | None = None,
     ):
         self.lane, self.drafter, self.config = lane, drafter, config
         self.credits, self.inject = min(credits, config.max_candidates), inject
         self.lock = threading.Lock()
         self.tree = TokenTree()
-        self.candidates = Candidates(self.tree, config.min_probability, vocab_size)
+        self.candidates = Candidates(self.tree, config.min_probability or 0.0, vocab_size)
         self.hedges = HedgeCache()
+        self._worth = worth if config.min_probability is None else None
+        if self._worth is not None:
+            self.candidates.min_chance = self._worth.min_probability
+        self._missed_at: float | None = None  # when the present lap began, while it is not shortened by candidates
         self.epoch = 0
         self.request = StreamRequest((), 0)
         self.finished = True
@@ -90,6 +97,7 @@ class Stream:
         self.candidates.restart(root_ref_of(len(tokens)), lap=1)
         self.hedges.clear()
         self.tally = Tally()
+        self._missed_at = None
         self._lessons = [(True, tokens)]
         return [
             PrefixFrame(
@@ -122,6 +130,12 @@ class Stream:
             if self.tree.length >= self.request.limit or token in self.request.stop_tokens:
                 self.finished = True
                 break
+        if self._worth is not None and taken:
+            now = time.perf_counter()
+            if self._missed_at is not None:
+                self._worth.observe_lap(now - self._missed_at)
+            self._missed_at = now if len(self.tree) == 0 else None
+            self.candidates.min_chance = self._worth.min_probability
         if taken:
             self._lessons.append((False, tuple(taken)))
         return taken, [] if self.finished else specs
@@ -137,6 +151,7 @@ class Stream:
         self.held = min(self.held, self.tree.length)
 
     def _commit_one(self, token: int) -> list[NodeSpec]:
+        self.candidates.judge(token)
         commit = self.tree.commit(token)
         self.held = commit.position
         self.tally.tokens += 1

@@ -61,13 +61,11 @@ def leviathan_chain(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, rng
 
 
 def block_verification(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, rng: torch.Generator) -> Verification:
-    """Joint acceptance of a chain (Sun et al. 2024, "Block verification accelerates speculative decoding", algorithm
-    2).
+    """Joint acceptance of a chain (Sun et al. 2024, "Block verification accelerates speculative decoding").
 
-    With `w_i = min(w_{i-1} p(x_i) / q(x_i), 1)`, the first i drafts may be kept with chance
-    `h_i = m_i / (m_i + 1 - w_i)`, `m_i = sum max(w_i p - q, 0)` over the next token, and `h_k = w_k`; the longest such
-    i is kept, and the next token is drawn from `max(w_i p - q, 0)`. Never accepts fewer tokens than `leviathan_chain`
-    on average.
+    With `w_i = min(w_{i-1} p(x_i) / q(x_i), 1)` and `m_i = sum max(w_i p - q, 0)` over the next token (q = 0 where
+    i = k), the first i drafts may be kept with chance `m_i / (m_i + 1 - w_i)`. The longest such i is kept, and the
+    next token is drawn from `max(w_i p - q, 0)`. Never accepts fewer tokens than `leviathan_chain` on average.
     """
     p, q = p.double(), q.double()
     k = drafted.shape[1]
@@ -81,7 +79,6 @@ def block_verification(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, 
     mass = residual.sum(dim=-1)
     # Where w = 1 and p = q both vanish; the chance is then 1, like everywhere else on w = 1.
     keep = torch.where(weight == 1.0, 1.0, mass / (mass + 1.0 - weight))
-    keep[:, k] = weight[:, k]
     kept = torch.rand(drafted.shape, generator=rng, dtype=torch.float64) < keep[:, 1:]
     lengths = torch.arange(1, k + 1) * kept
     accepted = lengths.amax(dim=-1)

@@ -39,7 +39,7 @@ _TOP = 2  # mantissa bits in a symbol; a "field" here is an exponent and these b
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class Layout:
     """The parts of a float:
 
     sign, `exponent` bits, 2 mantissa bits that belong to the symbol, `low` bits that do not.
@@ -67,11 +67,11 @@ class _Layout:
         return (1 + self.low) % 8
 
 
-_LAYOUTS = {
-    torch.bfloat16: _Layout(np.uint16, 8, 5),
-    torch.float16: _Layout(np.uint16, 5, 8),
-    torch.float32: _Layout(np.uint32, 8, 21),
-    torch.float64: _Layout(np.uint64, 11, 50),
+LAYOUTS = {
+    torch.bfloat16: Layout(np.uint16, 8, 5),
+    torch.float16: Layout(np.uint16, 5, 8),
+    torch.float32: Layout(np.uint32, 8, 21),
+    torch.float64: Layout(np.uint64, 11, 50),
 }
 
 
@@ -89,9 +89,9 @@ class LosslessCodec(ActivationCodec):
 
     def _encode(self, rows: torch.Tensor) -> bytes:
         rows = rows.cpu()
-        layout = _LAYOUTS[rows.dtype]
+        layout = LAYOUTS[rows.dtype]
         words: Words = bits_of(rows).numpy().view(layout.word)
-        means, symbols, escaped = _symbols(words, layout)
+        means, symbols, escaped = symbols_of(words, layout)
         out = bytearray([_PLANES])
         out += means.astype(layout.exponent_code).tobytes()
         put_plane(out, symbols.tobytes(), trained=True)
@@ -104,7 +104,7 @@ class LosslessCodec(ActivationCodec):
     def _decode(self, data: memoryview, n: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         if len(data) and data[0] == _RAW:
             return rows_from_bytes(data[1:], n, hidden, dtype)
-        layout = _LAYOUTS[dtype]
+        layout = LAYOUTS[dtype]
         start = 1 + n * np.dtype(layout.exponent_code).itemsize
         if len(data) < start or data[0] != _PLANES:
             raise CodecError(f"{self.name}: {len(data)} bytes do not begin like an encoding of {n} rows")
@@ -117,7 +117,7 @@ class LosslessCodec(ActivationCodec):
         return torch.from_numpy(signed).view(dtype).view(n, hidden)
 
 
-def _symbols(words: Words, layout: _Layout) -> tuple[Fields, ByteArray, Fields]:
+def symbols_of(words: Words, layout: Layout) -> tuple[Fields, ByteArray, Fields]:
     """Mean exponents `[n]`, symbols `[n, hidden]`, and the exponents that have no code, in their order."""
     fields = (words >> layout.word(layout.low)).astype(np.int16) & np.int16(layout.max_exponent << _TOP | 3)
     hidden = words.shape[1]
@@ -131,9 +131,9 @@ def _symbols(words: Words, layout: _Layout) -> tuple[Fields, ByteArray, Fields]:
 
 
 def _fields(
-    symbols: ByteArray, means: npt.NDArray[np.unsignedinteger[Any]], rest: memoryview, layout: _Layout
+    symbols: ByteArray, means: npt.NDArray[np.unsignedinteger[Any]], rest: memoryview, layout: Layout
 ) -> tuple[Fields, memoryview]:
-    """Inverse of `_symbols`: the fields `[n, hidden]`, and what of `rest` follows the escaped exponents.
+    """Inverse of `symbols_of`: the fields `[n, hidden]`, and what of `rest` follows the escaped exponents.
 
     :raises CodecError: an exponent that the dtype does not have
     """
@@ -157,7 +157,7 @@ def _fields(
     return fields, rest
 
 
-def _put_residue(out: bytearray, words: Words, layout: _Layout) -> None:
+def _put_residue(out: bytearray, words: Words, layout: Layout) -> None:
     word, low = layout.word, layout.low
     residue = words & word((1 << low) - 1) | words >> word(layout.exponent + _TOP + low) << word(low)
     for plane in range(layout.planes):
@@ -166,7 +166,7 @@ def _put_residue(out: bytearray, words: Words, layout: _Layout) -> None:
         out += pack_bits((residue >> word(8 * layout.planes)).astype(np.uint8), layout.odd_bits)
 
 
-def _add_residue(words: Words, rest: memoryview, layout: _Layout) -> None:
+def _add_residue(words: Words, rest: memoryview, layout: Layout) -> None:
     """Puts signs and low mantissa bits into `words` `[n × hidden]`, which hold only the rest.
 
     :raises CodecError: `rest` is malformed

@@ -117,7 +117,6 @@ class SimClient:
         self._job += 1
         self._busy = False
         self._shape = []
-        self._hedges.clear()
         self._outgoing.clear()
         self._leaves = []
         self._slot = self._clock.now

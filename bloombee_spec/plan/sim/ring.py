@@ -146,7 +146,7 @@ class SimStage:
             self.arrive([NodeSpec(INJECTED + commit.position, committed_ref(commit.position - 1), token)])
         if self._early:
             early, self._early = self._early, []
-            self.arrive(early)
+            self._admit(early)
         if len(self._replaced) > ALIAS_WINDOW:
             self._replaced = {key: at for key, at in self._replaced.items() if at > commit.position - ALIAS_WINDOW}
         return commit.hit
