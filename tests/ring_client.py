@@ -48,7 +48,7 @@ class Client:
             Counter()
         )  # (stage, lane) -> rows that arrived there; the client is the last stage
         self._inbox: deque[Any] = deque()
-        self._gone = False
+        self.gone = False
         n = len(self.spans)
         self._back = [Link(world, f"stage {i} to client {number}", self._from_stage, None) for i in range(n)]
         self.sessions = [self._session(i, number) for i in range(n)]
@@ -107,7 +107,7 @@ class Client:
 
     def _receiver(self, index: int, source: str) -> Callable[[bytes], None]:
         def receive(data: bytes) -> None:
-            if self._gone:
+            if self.gone:
                 return
             session, frame = self.sessions[index], decode(data)
             if isinstance(frame, ControlFrame):
@@ -164,6 +164,6 @@ class Client:
         def retire(index: int) -> Callable[[bytes], None]:
             return lambda _: self.world.stages[index].retire(self.sessions[index])
 
-        self._gone = True
+        self.gone = True
         for index in range(len(self.sessions)):
             Link(self.world, f"client leaves stage {index}", retire(index), index).put_bytes(b"")

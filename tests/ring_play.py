@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,29 @@ class RandomDrafter(Drafter):
             proposals.append(Proposal(parent, token, 1.0 if self._chain else rng.uniform(0.4, 1)))
             texts.append([*text, token])
         return proposals
+
+
+class ErringDrafter(Drafter):
+    """Proposes the rest of `text` as one chain, with another token at the positions in `wrong`."""
+
+    instant = True
+
+    def __init__(self, text: Sequence[int], wrong: Collection[int]):
+        self._text, self._wrong, self._length = text, wrong, 0
+
+    def start(self, prompt: Sequence[int]) -> None:
+        self._length = len(prompt)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self._length += len(tokens)
+
+    def propose(
+        self, path: Sequence[int], budget: int, *, max_depth: int = 64, interrupted: Callable[[], bool] = never
+    ) -> list[Proposal]:
+        start = self._length + len(path)
+        positions = range(start, min(start + min(budget, max_depth), len(self._text)))
+        tokens = [self._text[at] ^ (at in self._wrong) for at in positions]
+        return [Proposal(i - 1, token, 1.0) for i, token in enumerate(tokens)]
 
 
 class SteppedDrafting(Drafting):
@@ -103,6 +126,8 @@ class Game:
         "any"  # in the decode loop (`instant`), in `steps` of its own, or in a `thread` that nobody schedules
     )
     longest: int = 10
+    hit: float | None = None  # chance that a proposal is right; None: drawn for each client
+    sampled: float = 0.1  # chance that a turn samples
     clients: int = 1
     drain: bool = False  # let everything settle between turns
 
@@ -151,7 +176,7 @@ def play(game: Game, **fixed: Any) -> tuple[World, list[Client]]:
 class _User:
     def __init__(self, world: World, game: Game, rng: random.Random):
         self.world, self.game, self.rng = world, game, rng
-        hit, chain = rng.choice((0.0, 0.5, 0.9, 1.0)), rng.random() < 0.3
+        hit, chain = rng.choice((0.0, 0.5, 0.9, 1.0)) if game.hit is None else game.hit, rng.random() < 0.3
         config = SpecConfig(min_probability=rng.choice((0.0, 0.0, 0.3)), burst=rng.choice((1, 4, 16)))
         how = rng.choice(("instant", "steps")) if game.drafting == "any" else game.drafting
         drafters = [RandomDrafter(world.model, rng, hit, chain, how != "thread") for _ in range(world.shape.lanes)]
@@ -184,7 +209,7 @@ class _User:
         limit = min(len(history) + rng.choices((0, 1, rng.randint(2, self.game.longest)), (1, 1, 10))[0], self.world.shape.max_length)
         stops = (rng.randrange(self.world.model.vocab),) if rng.random() < 0.4 else ()
         spec = SamplingSpec(prompt_length=len(history), seed=rng.randrange(99), **SAMPLED)  # type: ignore[arg-type]
-        sampling = spec.to_wire() if rng.random() < 0.1 else {}
+        sampling = spec.to_wire() if rng.random() < self.game.sampled else {}
         return StreamRequest(tuple(history), limit, stops, sampling, lane)
 
     def _turn(self, requests: list[StreamRequest]) -> Iterator[bool]:
@@ -254,3 +279,24 @@ def check_ledger(client: Client) -> None:
         for name in ("computed", "dropped"):
             told = sum(getattr(frame, name) for frame in counted) + sum(getattr(state, name) for state in states)
             assert told == sum(getattr(state, f"total_{name}") for state in states), f"{name} rows do not add up"
+
+
+def commit_times(shape: RingShape, wrong: Collection[int], n: int) -> tuple[list[float], list[int]]:
+    """When each of `n` tokens reaches a client whose guess at the positions in `wrong` misses, once; links take 1 s, compute nothing.
+
+    :returns: times, and the rows that each stage computed
+    """
+    world = World(shape, vocab=16, timed=True)
+    prompt = (3, 1, 2)
+    text = [*prompt, *world.model.decode(prompt, len(prompt) + n)]
+    config = SpecConfig(min_probability=0.0, hedges=0)
+    client = Client(world, config, lambda: ErringDrafter(text, {len(prompt) + i for i in wrong}))
+    times = []
+    try:
+        for _, tokens in client.decoder.decode([StreamRequest(prompt, len(text))]):
+            times += [world.now] * len(tokens)
+        world.drain()
+        check_ledger(client)
+    finally:
+        world.close()
+    return times, [session.lanes[0].total_computed for session in client.sessions]

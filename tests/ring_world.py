@@ -159,10 +159,12 @@ class World:
             pass
 
     def check(self, stage: int) -> None:
-        """Integrity of all lanes at one stage."""
+        """Integrity of all lanes at one stage; a stage that sleeps has nothing to do."""
         for client in self.clients:
             for lane in client.sessions[stage].lanes:
                 lane.check()
+                idle = not lane._queue and not (lane._waiting and lane._moves)
+                assert idle or self.runs[stage].woken or client.gone, f"stage {stage} sleeps, but rows wait"
 
     def _poison(self, stage: int) -> None:
         """Columns that hold nothing valid hold something that shows."""

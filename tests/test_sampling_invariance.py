@@ -116,7 +116,7 @@ def test_rows_and_seeds_differ(name):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_keyed_drafts_are_accepted_more_often_than_likely_ones(temperature):
-    """A drafter that differs from the target, and samples at its temperature: hits among one and among four proposals."""
+    """A drafter that differs from the target, and samples at its temperature: hits of one and of four proposals."""
     vocab, streams, rng = 300, 600, torch.Generator().manual_seed(1)
     keyed, likely = [0, 0], [0.0, 0.0]
     for position in range(streams):

@@ -110,8 +110,8 @@ def race(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     :param scores: `[..., vocab]` in log units, -inf where the probability is zero; the largest one finite
     :param noise: `-log E`, `[..., vocab]`; finite, so that a token of probability zero stays at -inf
     """
-    scores = scores.to(torch.float64)
-    return scores - scores.amax(dim=-1, keepdim=True) + noise
+    peak = scores.amax(dim=-1, keepdim=True).to(torch.float64)
+    return (scores - peak).add_(noise)
 
 
 def propose_keyed(scores: torch.Tensor, noise: torch.Tensor, k: int) -> list[int]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from bloombee_spec.wire.activations import ActivationCodec, CodecError
-from bloombee_spec.wire.int8 import from_bytes, in_range, rounded_up, to_bytes
+from bloombee_spec.wire.int8 import from_bytes, in_range, to_bytes
 
 TILE = 64
 _TILE_HEAD = 5  # bytes: step and offset in bf16, position of the pivot
@@ -59,7 +59,7 @@ class HadamardCodec(ActivationCodec):
         half = torch.maximum(high - offset.float(), offset.float() - low)
         is_wide = _widest(half.view(n, tiles), self._wide(tiles))
         levels = _largest_codes(is_wide)
-        step = rounded_up(2 * half / levels)
+        step = (2 * half / levels).to(torch.bfloat16)
         values.sub_(offset.float()).div_(torch.where(step > 0, step.float(), 1.0)).add_(levels / 2)
         # Casting NaN to an integer is undefined, and a row's bytes may depend on nothing but the row.
         values.nan_to_num_(0.0).round_().clamp_(min=0)

@@ -28,7 +28,7 @@ class Int8Codec(ActivationCodec):
         n, hidden = rows.shape
         values = torch.nn.functional.pad(rows, (0, -hidden % BLOCK)) if hidden % BLOCK else rows
         blocks = values.float().view(n, -1, BLOCK)
-        step = rounded_up(blocks.abs().amax(-1) / _LEVELS)
+        step = (blocks.abs().amax(-1) / _LEVELS).to(torch.bfloat16)
         usable = (step > 0) & step.isfinite()
         steps = blocks / torch.where(usable, step.float(), 1.0)[..., None]
         # where(): casting NaN to int8 is undefined, and a row's bytes may depend on nothing but the row
@@ -46,13 +46,6 @@ class Int8Codec(ActivationCodec):
             codes = torch.nn.functional.pad(codes, (0, BLOCK - hidden % BLOCK))
         values = codes.reshape(n, -1, BLOCK) * step[..., None]
         return in_range(values, dtype).view(n, -1)[:, :hidden].contiguous()
-
-
-def rounded_up(step: torch.Tensor) -> torch.Tensor:
-    """Non-negative float32 `step` as bf16, never smaller, so that no code leaves its range. NaN and infinity stay."""
-    bits = step.view(torch.int32)
-    up = ((bits + 0xFFFF) >> 16).clamp(max=0x7F80)
-    return torch.where(step.isnan(), 0x7FC0, up).to(torch.int16).view(torch.bfloat16)
 
 
 def in_range(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -137,7 +137,7 @@ def _fields(
 
     :raises CodecError: an exponent that the dtype does not have
     """
-    # Masked so that no sum below leaves 16 bits; what the mask changes would have been out of range anyway.
+    # No sum below leaves 16 bits: what the mask here and the minimum below change was out of range anyway.
     offsets = (means.astype(np.int16) & 0x7FF) - _MEAN << _TOP
     fields = symbols.astype(np.int16) + offsets[:, None]
     special = np.flatnonzero(symbols < _FIRST << _TOP)
@@ -146,10 +146,8 @@ def _fields(
     count = int(escapes.sum())
     if count:
         plane, rest = take_plane(rest, count * np.dtype(layout.exponent_code).itemsize)
-        exponents = plane.view(layout.exponent_code).astype(np.int32)
-        if int(exponents.max()) > layout.max_exponent:
-            raise CodecError(f"an exponent of {int(exponents.max())}, at most {layout.max_exponent} exists")
-        of_special[escapes] = exponents.astype(np.int16) << _TOP | of_special[escapes] & 3
+        exponents = np.minimum(plane.view(layout.exponent_code), 0x1FFF).astype(np.int16)
+        of_special[escapes] = exponents << _TOP | of_special[escapes] & 3
     fields.reshape(-1)[special] = of_special
     low, high = int(fields.min()), int(fields.max())
     if low < 0 or high > layout.max_exponent << _TOP | 3:
