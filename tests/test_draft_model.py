@@ -87,7 +87,7 @@ def test_probabilities_are_those_of_a_plain_run_after_any_history(
         proposals = proposed(drafter, (), 10, 4, VOCAB)
         deepest = max((chain_of(proposals, i) for i in range(len(proposals))), key=len)
         if kind == "rewind":
-            committed = [*committed[: max(2, len(committed) - n)], seed]
+            committed = [*committed[: max(2, len(committed) - n)], seed, 7, 8]
             drafter.start(committed)
         else:
             tokens = {
@@ -103,7 +103,7 @@ def test_probabilities_are_those_of_a_plain_run_after_any_history(
 
 def test_the_tree_is_the_likeliest_one(llama: Any, tree_model: TreeModel) -> None:
     """Against growing it naively, one node at a time from plain runs."""
-    config = ModelDraftConfig(siblings=5, decay=0.95, batch=3)
+    config = ModelDraftConfig(siblings=5, decay=0.4, batch=3)
     prompt = [1, 2, 3, 4, 5]
     drafter = ModelDrafter(tree_model, config=config)
     drafter.start(prompt)
@@ -116,7 +116,7 @@ def test_the_tree_is_the_likeliest_one(llama: Any, tree_model: TreeModel) -> Non
             values, tokens = plain_probs(llama, prompt + list(chain)).topk(5)
             for value, token in zip(values.tolist(), tokens.tolist()):
                 longer = (*chain, token)
-                frontier[longer] = cost - math.log(value) - math.log(0.95)
+                frontier[longer] = cost - math.log(value) - math.log(0.4)
         chain = min(frontier, key=lambda key: frontier[key])
         cost = frontier.pop(chain)
         chains.append(chain)
@@ -209,6 +209,8 @@ def test_candidates_that_are_kept_are_bounded(tree_model: TreeModel) -> None:
     for token in range(VOCAB):
         proposed(drafter, [token], 6, 3)
         assert drafter._stream.tree_rows <= 20 + 1 + 3 * 8 + 6
+    drafter.observe([proposed(drafter)[0].token])
+    assert drafter._stream.root.parent is None  # what was committed is not held by what follows
 
 
 def test_forks_share_weights_and_nothing_else(tree_model: TreeModel) -> None:
@@ -246,7 +248,9 @@ def test_with_the_targets_noise_the_target_itself_is_never_wrong(
     drafter = ModelDrafter(tree_model, config=ModelDraftConfig(siblings=1, min_prob=1e-12))
     drafter.couple(_noise, temperature)
     assert verifications(drafter, prompt, output[3:], budget=4) == 3
+    coupled = proposed(drafter, (), 1)
     drafter.couple(None, 0)
+    assert proposed(drafter, (), 1) != coupled  # at once, in the middle of a stream
     assert verifications(drafter, prompt, output[3:], budget=4) > 3
 
 
@@ -339,6 +343,20 @@ def test_a_family_drafts_correctly_or_is_refused(family: str) -> None:
     if family == "Mistral":
         drafter.start([1] * 17)
         assert proposed(drafter) == []  # beyond the sliding window
+
+
+@pytest.mark.parametrize("ignored", ["position_ids", "attention_mask"])
+def test_a_model_that_ignores_positions_or_masks_is_refused(ignored: str) -> None:
+    # Seen to fail without the comparison on construction.
+    model = tiny_llama(vocab_size=VOCAB)
+    forward = model.forward
+
+    def careless(**arguments: Any) -> Any:
+        return forward(**{name: value for name, value in arguments.items() if name != ignored})
+
+    model.forward = careless
+    with pytest.raises(ValueError, match="differ from those on a sequence"):
+        ModelDrafter(model)
 
 
 def test_half_precision(llama: Any) -> None:

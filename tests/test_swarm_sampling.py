@@ -37,7 +37,7 @@ def test_same_seed_same_tokens_with_any_drafter(model: Any, name: str) -> None:
             respec(model, seed=7, speculate=True, drafter=drafter, **changes)
             assert [decode(model, ids, NEW, **options) for ids in rows] == plain
             respec(model, client_verifies=False)
-    assert model.last_stats.hits > 0
+    assert hits > 0  # of the drafter that knows the sampled text
 
 
 def test_rows_of_a_batch_and_seeds_draw_differently(model: Any) -> None:
