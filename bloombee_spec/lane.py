@@ -1,50 +1,22 @@
-"""Bookkeeping of one decoding stream at one stage: which rows wait, where their KV goes, what is dead.
+"""One decoding stream at one stage: what each kind of frame does to its books.
 
-No tensors are computed here. The event loop calls `accept_*`, the runtime thread calls `take` and `finish`; the
-session's lock
-is held around each call. Columns of the KV buffer: `0 .. arena-1` candidates, `arena + p` the committed token at
-position `p`.
+The event loop calls `accept_*`, the runtime thread calls `take` and `finish`; the session's lock is held around each
+call.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from bloombee_spec.kv.arena import Arena
-from bloombee_spec.tree import Commit, Fate, Node, NodeSpec, TokenTree, committed_ref
+from bloombee_spec.lane_books import Answer, LaneBatch, LaneBooks, Row
+from bloombee_spec.tree import Commit, Fate, NodeSpec, committed_ref
 from bloombee_spec.wire.frames import CommitFrame, FrameError, NodesFrame, PrefixFrame, RewindFrame
 
-FORWARDED_IDS = 256  # canonical ids remembered for parents that a late frame may still name
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """One row to compute. `node` is None for a canonical row: its position is committed and its KV goes to the
-    prefix."""
-
-    id: int
-    parent: int
-    token: int
-    position: int
-    epoch: int
-    column: int
-    node: Node | None
-    hidden: torch.Tensor | None = None  # [hidden]; None when this stage embeds the token
-    started: bool = False
-    computed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """End of a client frame in the queue: once everything before it left, `seq` is answered."""
-
-    seq: int
+__all__ = ["Lane", "LaneBatch", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,63 +32,16 @@ class _WaitingPrefix:
     hidden: torch.Tensor | None
 
 
-@dataclass(eq=False, slots=True)
-class LaneBatch:
-    """What one forward computes for one lane: a prefix chunk, if any, then candidate rows."""
-
-    rows: list[Row]
-    epoch: int
-    prefix: PrefixFrame | None = None
-    prefix_rows: int = 0
-    seq: int = 0
-    columns: np.ndarray[Any, np.dtype[Any]] = field(
-        default_factory=lambda: np.empty(0, dtype=np.int64)
-    )  # [n] destination of each row
-    mask: np.ndarray[Any, np.dtype[Any]] | None = None  # [n, end - begin]; None when every row sees the whole slice
-    begin: int = 0  # the attended slice of the KV buffer
-    end: int = 0
-
-    @property
-    def canonical(self) -> bool:
-        return bool(self.rows) and self.rows[0].node is None
-
-
-class Lane:
-    """
-    :param arena: columns for candidates; the sender keeps at most this many alive (credits)
-    :param max_length: committed positions that the KV buffer holds
-    :param inject: this stage embeds tokens, so after a miss it starts the canonical row itself instead of waiting for
-        the client
-    """
+class Lane(LaneBooks):
+    """The books, and the frames that change them. Frames that build upon commits which are still on their way wait."""
 
     def __init__(self, *, arena: int, max_length: int, inject: bool):
-        self.arena, self.max_length, self.inject = Arena(arena), max_length, inject
-        self.tree = TokenTree()
-        self.epoch = 0
-        self.limit = 0
-        self.stop_tokens: frozenset[int] = frozenset()
-        self.prefix_complete = False  # the last prefix chunk of this epoch was computed
-        self._after_prefix = False  # the last committed token was generated, not given
-        self.rule_epoch = -1  # epoch for which the client has sent the generation rule
-        self.scheduled = 0  # prefix rows that are computed, queued or running: always a contiguous range from 0
-        self.filled = 0  # prefix rows that are computed: always a contiguous range from 0
-        self.computed = self.dropped = 0  # since the last frame that left
-        self.answered = 0
-        self.total_computed = self.total_dropped = 0
-        self._rows: dict[int, Row] = {}  # live node id -> its row
-        self._queue: deque[Row | _Answer | tuple[PrefixFrame, list[Row]]] = deque()
+        super().__init__(arena=arena, max_length=max_length, inject=inject)
         # In order of arrival: what has no free column yet, or builds upon commits that are still on their way.
-        self._waiting: deque[_WaitingNode | _WaitingPrefix | _Answer] = deque()
+        self._waiting: deque[_WaitingNode | _WaitingPrefix | Answer] = deque()
         self._waiting_nodes = 0
         self._waiting_rewind: RewindFrame | None = None
         self._newest_epoch = 0  # announced by a prefix; `epoch` follows once the commits before it are here
-        self._moves: list[tuple[int, int]] = []
-        self._forwarded: OrderedDict[int, int] = OrderedDict()  # position -> id under which its row left this stage
-        self._renamed: OrderedDict[int, int] = (
-            OrderedDict()
-        )  # id of a duplicate canonical node -> the id that was forwarded
-
-    # ---------------------------------------------------------------- frames in
 
     def accept_prefix(self, frame: PrefixFrame, hidden: torch.Tensor | None) -> None:
         """:param hidden: `[len(tokens), hidden]`, None when this stage embeds"""
@@ -146,9 +71,9 @@ class Lane:
         for i, spec in enumerate(frame.nodes):
             self._waiting.append(_WaitingNode(frame.epoch, spec, None if hidden is None else hidden[i]))
         self._waiting_nodes += len(frame.nodes)
-        if self._waiting and isinstance(self._waiting[-1], _Answer):
+        if self._waiting and isinstance(self._waiting[-1], Answer):
             self._waiting.pop()
-        self._waiting.append(_Answer(frame.seq))
+        self._waiting.append(Answer(frame.seq))
         self._admit()
 
     def accept_commit(self, frame: CommitFrame) -> list[Commit]:
@@ -182,98 +107,9 @@ class Lane:
         self.rule_epoch, self.stop_tokens = epoch, frozenset(stop_tokens)
         self._answer(0, 0)  # a root whose row is here already may have waited for the rule
 
-    # ---------------------------------------------------------------- compute
-
-    def is_live(self, row: Row) -> bool:
-        if row.node is None:
-            return row.epoch == self.epoch and row.position < self.tree.length
-        return self.tree.is_live(row.node)
-
-    @property
-    def stopped(self) -> bool:
-        """The verifier commits nothing more in this epoch: the limit is reached, or a stop token was committed."""
-        length = self.tree.length
-        return length >= self.limit or (
-            length > 0 and self._after_prefix and self.tree.committed[-1] in self.stop_tokens
-        )
-
     @property
     def has_work(self) -> bool:
         return bool(self._queue) or (bool(self._waiting) and bool(self._moves))
-
-    @property
-    def urgent(self) -> bool:
-        """The first row that waits is on the committed path."""
-        return any(not isinstance(item, Row) or item.node is None for item in list(self._queue)[:1])
-
-    def take(self, max_rows: int) -> LaneBatch:
-        """Dequeue the next rows in order, dropping the dead; ancestors always precede descendants."""
-        batch = LaneBatch([], self.epoch)
-        while self._queue:
-            item = self._queue[0]
-            if isinstance(item, _Answer):
-                batch.seq = max(batch.seq, item.seq)
-            elif isinstance(item, tuple):
-                if batch.rows or batch.prefix is not None:
-                    break
-                frame, rows = item
-                if frame.epoch == self.epoch:
-                    batch.prefix, batch.prefix_rows = frame, len(rows)
-                    batch.rows.extend(rows)
-                    for row in rows:
-                        row.started = True
-                else:
-                    self._drop(len(rows))
-                batch.seq = max(batch.seq, frame.seq)
-            elif not self.is_live(item):
-                self._drop(1)
-            elif len(batch.rows) >= max_rows:
-                break
-            else:
-                item.started = True
-                batch.rows.append(item)
-            self._queue.popleft()
-        self._place(batch)
-        return batch
-
-    def take_moves(self) -> list[tuple[int, int]]:
-        """Committed rows whose KV is to be copied `(from column, to column)`; the caller copies before the next
-        forward."""
-        moves, self._moves = self._moves, []
-        for source, _ in moves:
-            self.arena.give(source)
-        if moves:
-            self._admit()
-        return moves
-
-    def finish(self, batch: LaneBatch, n_computed: int, survivors: Sequence[Row]) -> list[Row]:
-        """Account for a forward; returns the rows that are still live, to be sent on.
-
-        :param survivors: rows that went through all blocks (others were dropped between two blocks)
-        """
-        self.computed += n_computed
-        self.total_computed += n_computed
-        self._drop(len(batch.rows) - len(survivors))
-        live = [row for row in survivors if self.is_live(row)]
-        self._drop(len(survivors) - len(live))
-        self.answered = max(self.answered, batch.seq)
-        if batch.prefix is not None and batch.prefix.last and batch.prefix.epoch == self.epoch:
-            self.prefix_complete = True
-        for row in live:
-            row.computed = True
-            if row.node is None:
-                self._remember(self._forwarded, row.position, row.id)
-                self.filled = max(self.filled, row.position + 1)
-        return live
-
-    def take_counters(self) -> tuple[int, int]:
-        counters = self.computed, self.dropped
-        self.computed = self.dropped = 0
-        return counters
-
-    def forwarded_spec(self, row: Row) -> NodeSpec:
-        """The row's node as the next stage knows it: a parent that was a duplicate goes by the name of its twin."""
-        return NodeSpec(row.id, self._renamed.get(row.parent, row.parent), row.token)
 
     def commit_own(self, token: int) -> Commit:
         """The verifier's own commit."""
@@ -281,57 +117,17 @@ class Lane:
         self._admit()
         return commit
 
-    def check(self) -> None:
-        """Integrity: every arena column belongs to exactly one live row or one pending move; the ledger adds up."""
-        held = [row.column for row in self._rows.values()] + [source for source, _ in self._moves]
-        if sorted(held) != sorted(self.arena.used):
-            raise AssertionError(f"arena columns {sorted(self.arena.used)} are used, {sorted(held)} are accounted for")
-        if set(self._rows) != set(self.tree.nodes):
-            raise AssertionError("live nodes and rows differ")
-        if not self.filled <= self.scheduled <= self.tree.length:
-            raise AssertionError(
-                f"{self.filled} rows computed, {self.scheduled} scheduled, {self.tree.length} tokens committed"
-            )
-
-    # ---------------------------------------------------------------- inside
-
-    def _commit(self, token: int) -> Commit:
-        if self.scheduled != self.tree.length:
-            raise FrameError(f"commit at {self.tree.length} before the row of {self.scheduled} arrived")
-        if self.tree.length >= self.limit:
-            raise FrameError(f"commit at {self.tree.length} beyond the client's limit {self.limit}")
-        commit = self.tree.commit(token)
-        self._after_prefix = True
-        for node in commit.dead:
-            self.arena.give(self._rows.pop(node.id).column)
-        if commit.hit is not None:
-            row = self._rows.pop(commit.hit.id)
-            target = self.arena.size + commit.position
-            row.node = None
-            if row.computed:
-                self.filled = commit.position + 1
-            if row.started:
-                self._moves.append((row.column, target))
-            else:
-                self.arena.give(row.column)
-                row.column = target
-            self._remember(self._forwarded, commit.position, row.id)
-            self.scheduled += 1
-        elif self.inject and not self.stopped and commit.position < self.limit - 1:
-            self._queue_canonical(committed_ref(commit.position), committed_ref(commit.position - 1), token, None)
-        return commit
-
-    def _queue_canonical(self, name: int, parent: int, token: int, hidden: torch.Tensor | None) -> None:
-        column = self.arena.size + self.scheduled
-        self._queue.append(Row(name, parent, token, self.scheduled, self.epoch, column, None, hidden))
-        self._remember(self._forwarded, self.scheduled, name)
-        self.scheduled += 1
+    def take_moves(self) -> list[tuple[int, int]]:
+        moves = super().take_moves()
+        if moves:  # columns became free
+            self._admit()
+        return moves
 
     def _admit(self) -> None:
         """Apply what waits, in order, for as long as columns are free and ancestors known."""
         while self._waiting:
             item = self._waiting[0]
-            if isinstance(item, _Answer):
+            if isinstance(item, Answer):
                 self._answer(item.seq, 0)
             elif isinstance(item, _WaitingPrefix):
                 if item.frame.epoch > self.epoch and item.frame.start > self.tree.length:
@@ -353,7 +149,7 @@ class Lane:
         stage long ago."""
         seq = 0
         for item in (*self._queue, *self._waiting):
-            if isinstance(item, _Answer):
+            if isinstance(item, Answer):
                 seq = max(seq, item.seq)
             elif isinstance(item, tuple):
                 seq = max(seq, item[0].seq)
@@ -415,59 +211,3 @@ class Lane:
         self._rows[spec.id] = row
         self._queue.append(row)
         return True
-
-    def _place(self, batch: LaneBatch) -> None:
-        """Columns and visibility of a batch, as of now: what is committed later moves only after this forward."""
-        rows = batch.rows
-        if not rows:
-            return
-        batch.columns = np.fromiter((row.column for row in rows), dtype=np.int64, count=len(rows))
-        size, length = self.arena.size, self.tree.length
-        seen = np.fromiter((row.position + 1 if row.node is None else length for row in rows), np.int64, len(rows))
-        paths = [[] if row.node is None else [self._rows[node.id].column for node in row.node.path()] for row in rows]
-        batch.begin = min((min(path) for path in paths if path), default=size)
-        batch.end = size + int(seen.max())
-        if len(rows) == 1 and batch.begin == size:
-            return
-        mask = np.zeros((len(rows), batch.end - batch.begin), dtype=bool)
-        mask[:, size - batch.begin :] = np.arange(batch.end - size)[None, :] < seen[:, None]
-        for i, path in enumerate(paths):
-            mask[i, np.asarray(path, dtype=np.int64) - batch.begin] = True
-        batch.mask = mask
-
-    def _enter_epoch(self, epoch: int) -> None:
-        if epoch <= self.epoch:
-            return
-        self.epoch = epoch
-        self._after_prefix = self.prefix_complete = False
-        self.scheduled = self.filled  # what was queued or running is lost with the old epoch
-        self._forwarded.clear()
-        self._renamed.clear()
-
-    def _truncate(self, position: int) -> None:
-        """Forget everything from `position` on, and every candidate."""
-        for node in self.tree.rewind(min(position, self.tree.length)):
-            self.arena.give(self._rows.pop(node.id).column)
-        self.scheduled = min(self.scheduled, position)
-        self.filled = min(self.filled, position)
-        kept = [(source, target) for source, target in self._moves if target < self.arena.size + position]
-        for move in self._moves:
-            if move not in kept:
-                self.arena.give(move[0])
-        self._moves = kept
-
-    def _answer(self, seq: int, n_dropped: int) -> None:
-        self._drop(n_dropped)
-        if self._queue and isinstance(self._queue[-1], _Answer):
-            seq = max(seq, self._queue.pop().seq)  # type: ignore[union-attr]
-        self._queue.append(_Answer(seq))
-
-    def _drop(self, n: int) -> None:
-        self.dropped += n
-        self.total_dropped += n
-
-    @staticmethod
-    def _remember(book: OrderedDict[int, int], key: int, value: int) -> None:
-        book[key] = value
-        while len(book) > FORWARDED_IDS:
-            book.popitem(last=False)

@@ -117,6 +117,43 @@ def test_a_plane_of_no_known_kind_is_refused(kind):
         take_plane(memoryview(data + b"12345"), 10)
 
 
+def _made_by_hand(dtype: torch.dtype, mean: int, code: int, escaped: int | None = None) -> bytes:
+    """A `lossless` encoding of 64 equal values whose bits are zero, except for the exponent."""
+    size = 2 if dtype == torch.float64 else 1
+    out = bytearray([1]) + mean.to_bytes(size, "little")
+    put_plane(out, bytes([code << 2]) * 64)
+    if escaped is not None:
+        put_plane(out, escaped.to_bytes(size, "little") * 64)
+    for _ in range({torch.bfloat16: 0, torch.float16: 1, torch.float64: 6}[dtype]):
+        put_plane(out, bytes(64))
+    odd_bits = {torch.bfloat16: 6, torch.float16: 1, torch.float64: 3}[dtype]
+    return bytes(out + bytes(64 * odd_bits // 8))
+
+
+@pytest.mark.parametrize("dtype, bias", [(torch.bfloat16, 127), (torch.float16, 15), (torch.float64, 1023)])
+def test_a_lossless_encoding_made_by_hand_is_understood(dtype, bias):
+    for data in (_made_by_hand(dtype, bias, 21), _made_by_hand(dtype, 0, 1, bias + 1)):
+        assert codec("lossless").decode(data, 1, 64, dtype).tolist() == [[2.0] * 64]
+
+
+@pytest.mark.parametrize(
+    "dtype, mean, code, escaped",
+    [
+        (torch.bfloat16, 250, 31, None),
+        (torch.bfloat16, 0, 2, None),
+        (torch.float16, 31, 21, None),
+        (torch.float16, 0, 1, 32),
+        (torch.float64, 2047, 21, None),
+        (torch.float64, 0, 1, 2048),
+        (torch.float64, 0, 1, 0x4000 + 1023),  # in 16 bits, this times four is an ordinary exponent
+        (torch.float64, 0x4000 + 1023, 20, None),
+    ],
+)
+def test_exponents_that_the_dtype_does_not_have_are_refused(dtype, mean, code, escaped):
+    with pytest.raises(CodecError, match="exponents from"):
+        codec("lossless").decode(_made_by_hand(dtype, mean, code, escaped), 1, 64, dtype)
+
+
 @pytest.mark.parametrize("name", ["tah4", "tah3", "tah-mixed"])
 def test_a_pivot_outside_its_tile_is_refused(name):
     data = bytearray(codec(name).encode(activations(1, HIDDEN, DTYPE)))

@@ -92,8 +92,8 @@ def test_an_outlier_does_not_drown_its_tile(name, size):
     loud[:, 37] = size
     back = _through(name, loud)
     others = [channel for channel in range(TILE) if channel != 37]
-    # Without the pivot, an outlier of 100 would widen the range of its tile by a factor of about five; if the range were
-    # not taken from the rounded offset, one of 10,000 would push values out of it.
+    # Without the pivot, an outlier of 100 would widen the range of its tile by a factor of about five; if the range
+    # were not taken from the rounded offset, one of 10,000 would push values out of it.
     assert (back - loud)[:, others].norm() < 3 * quiet
     assert (back - loud)[:, 37].abs().max() < 0.03 * size
 

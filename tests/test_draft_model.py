@@ -103,7 +103,7 @@ def test_probabilities_are_those_of_a_plain_run_after_any_history(
 
 def test_the_tree_is_the_likeliest_one(llama: Any, tree_model: TreeModel) -> None:
     """Against growing it naively, one node at a time from plain runs."""
-    config = ModelDraftConfig(siblings=5, decay=0.4, batch=3)
+    config = ModelDraftConfig(siblings=12, decay=0.4, batch=3)
     prompt = [1, 2, 3, 4, 5]
     drafter = ModelDrafter(tree_model, config=config)
     drafter.start(prompt)
@@ -113,7 +113,7 @@ def test_the_tree_is_the_likeliest_one(llama: Any, tree_model: TreeModel) -> Non
     cost = 0.0
     for _ in range(14):
         if len(chain) < 3:
-            values, tokens = plain_probs(llama, prompt + list(chain)).topk(5)
+            values, tokens = plain_probs(llama, prompt + list(chain)).topk(12)
             for value, token in zip(values.tolist(), tokens.tolist()):
                 longer = (*chain, token)
                 frontier[longer] = cost - math.log(value) - math.log(0.4)

@@ -1,4 +1,5 @@
-"""Who may import whom, and what no file may do: read from the source, so that a lazy import inside a function counts."""
+"""Who may import whom, and what no file may do: read from the source, so that a lazy import inside a function
+counts."""
 
 from __future__ import annotations
 

@@ -109,6 +109,14 @@ def test_a_row_that_was_started_here_is_not_computed_again_when_it_comes() -> No
     assert out == [(1.0, [INJECTED + 2]), (2.0, [2])]
 
 
+def test_a_second_row_for_a_confirmed_candidate_is_not_computed() -> None:
+    bench = _Bench()
+    bench.at(0.0, _spec(1, 1))
+    bench.commit_at(0.5, 1)
+    bench.at(2.0, _spec(9, 1), _spec(10, 4, parent=9))
+    assert bench.run() == [(1.0, [1]), (3.0, [10])]
+
+
 def test_children_of_a_row_that_was_replaced_name_the_position_downstream() -> None:
     bench = _Bench(inject=True)
     seen: list[NodeSpec] = []

@@ -87,6 +87,14 @@ def test_hits_are_never_sent_again() -> None:
     assert report.link_bytes[1] <= (600 + 202) * (64 + 2048)
 
 
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_layers_leave_no_faster_than_the_pace(embeddings: bool) -> None:
+    route = uniform_route(3, 0.05, 1e10, 8, embeddings_at_stage=embeddings)
+    first = simulate(SimConfig(route, ((1.0,),), plan=_chain(3, 0.1), tokens=4))
+    assert first.seconds == pytest.approx(0.2, abs=1e-3), "the root's row with the first layer, then one layer per 100 ms"
+    assert simulate(SimConfig(route, ((1.0,),), plan=_chain(64, 0.02), tokens=200)).tok_s == pytest.approx(50, rel=0.02)
+
+
 def test_wide_layers_raise_the_hit_rate_as_the_model_expects() -> None:
     route, rates, draft = _ring(50, 100), geometric_rates(0.6), DraftCost(0.005)
     for width in (1, 4, 16):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -75,6 +77,18 @@ def _padded(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 def _bytes_left(servers: Any, which: Sequence[int] = PLAIN) -> list[int]:
     containers = [servers.servers[i].module_container for i in which]
     return [next(iter(container.module_backends.values())).memory_cache.bytes_left for container in containers]
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 class Caller:
@@ -239,21 +253,13 @@ def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, 
 
 
 def test_reason_is_said_once_and_ring_mode_refuses(servers: Any, expected: Any) -> None:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("bloombee_spec.client.session")
-    logger.addHandler(handler)
     ids, target = expected[0]
-    try:
-        with client(servers, RELAY, MIXED) as model:
-            for _ in range(2):
-                assert decode(model, ids, 4) == target[:4] and model.last_stats.mode == "relay"
-            respec(model, mode="ring")
-            with pytest.raises(UnsupportedCall, match=r"blocks 4\.\.7 have no server with the plugin"):
-                decode(model, ids, 4)
-    finally:
-        logger.removeHandler(handler)
+    with client(servers, RELAY, MIXED) as model, _logged("bloombee_spec.client.session") as said:
+        for _ in range(2):
+            assert decode(model, ids, 4) == target[:4] and model.last_stats.mode == "relay"
+        respec(model, mode="ring")
+        with pytest.raises(UnsupportedCall, match=r"blocks 4\.\.7 have no server with the plugin"):
+            decode(model, ids, 4)
     assert len(said) == 1 and "relay mode" in said[0] and "blocks 4..7 have no server with the plugin" in said[0]
 
 
@@ -268,10 +274,37 @@ def test_relay_where_the_whole_swarm_has_the_plugin_only_if_asked(servers: Any, 
 # --- servers that stall, or leave for good; each of the latter tests takes one away, so their order matters ---------
 
 
+def test_lap_that_never_ends_is_given_up(model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host can hang before it sends anything, where none of its own limits counts: here in the first session."""
+    released, opened = threading.Event(), []
+    host = model._spec_host
+    new_session = host.new_session
+
+    def hanging(*args: Any, **kwargs: Any) -> Any:
+        session = new_session(*args, **kwargs)
+        if not opened:
+            session.step = lambda *_: released.wait(60)
+        opened.append(session)
+        return session
+
+    monkeypatch.setattr(host, "new_session", hanging)
+    respec(model, drafter="none", connect_timeout=0.0, stall_timeout=4.0)
+    try:
+        assert decode(model, expected[0][0], 4) == expected[0][1][:4]
+        assert model.last_stats.retries >= 1 and not opened[0]._closed
+    finally:
+        released.set()
+        respec(model, connect_timeout=SpecConfig().connect_timeout, stall_timeout=SpecConfig().stall_timeout)
+    deadline = time.monotonic() + 30
+    while not opened[0]._closed and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert opened[0]._closed
+
+
 def test_stream_leaves_a_server_that_does_not_answer(servers: Any, expected: Any) -> None:
     """Its processes are stopped in the middle of a stream: neither the lap nor closing the session may wait for it."""
     inputs, mask = _padded([ids for ids, _ in expected[:2]])
-    with client(servers, RELAY, (0, 1, 2)) as model:
+    with client(servers, RELAY, (0, 1, 2)) as model, _logged("bloombee_spec.client.relay") as said:
         respec(model, mode="relay", drafter=_knowing(expected, Script(0.5)), stall_timeout=1.5)
         frozen: list[Any] = []
 
@@ -291,6 +324,7 @@ def test_stream_leaves_a_server_that_does_not_answer(servers: Any, expected: Any
             for child in frozen:
                 child.resume()
     assert frozen
+    assert not any("in time" in line for line in said)  # it was the server's own time limit, so the server is banned
 
 
 def test_ring_that_loses_its_last_plugin_server_goes_on_as_relay(servers: Any, expected: Any) -> None:
@@ -326,5 +360,7 @@ def test_stream_moves_to_another_server(servers: Any, expected: Any) -> None:
 def test_failure_is_raised_once_retries_are_used_up(servers: Any, expected: Any) -> None:
     with client(servers, RELAY, (0, 1, 2)) as model:
         respec(model, mode="relay", max_retries=0)
-        with pytest.raises(RelayError, match="failed 1 times"):
+        model.transformer.h.sequence_manager.config.max_retries = None  # the host's default: for ever
+        with pytest.raises(RelayError, match="failed 1 times") as failure:
             decode(model, expected[0][0], NEW, streamer=Caller(3, lambda: servers.stop_server(1)))
+        assert "in time" not in str(failure.value)  # at once, not when the host had retried for long enough

@@ -1,4 +1,5 @@
-"""Seeded sampling on a real swarm: a function of prompt, seed and model, whatever the drafter, the tree and the timing."""
+"""Seeded sampling on a real swarm: a function of prompt, seed and model, whatever the drafter, the tree and the
+timing."""
 
 from __future__ import annotations
 

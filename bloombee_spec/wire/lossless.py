@@ -137,8 +137,8 @@ def _fields(
 
     :raises CodecError: an exponent that the dtype does not have
     """
-    # No sum below leaves 16 bits: what the mask here and the minimum below change was out of range anyway.
-    offsets = (means.astype(np.int16) & 0x7FF) - _MEAN << _TOP
+    # The minima keep everything within 16 bits; what they change is out of range before and after.
+    offsets = np.minimum(means, 0xFFF).astype(np.int16) - _MEAN << _TOP
     fields = symbols.astype(np.int16) + offsets[:, None]
     special = np.flatnonzero(symbols < _FIRST << _TOP)
     of_special = symbols.reshape(-1)[special].astype(np.int16)

@@ -158,8 +158,7 @@ class SimStage:
         if not waiting:
             self._waiting = []
             return
-        root = self.tree.length - 1
-        waiting.sort(key=lambda row: row.position > root)  # stable: the canonical row first, then order of arrival
+        # Order of arrival has the canonical row first: every other live row descends from it, so it came later.
         self._batch, self._waiting = waiting[: self._max_rows], waiting[self._max_rows :]
         self._schedule(self._stage.blocks)
 
