@@ -25,6 +25,7 @@ class LookupDrafter(Drafter):
     """Proposes what followed the last two tokens when they last occurred."""
 
     name = "lookup"
+    instant = True  # answers in microseconds: the decode loop may wait for it
 
     def start(self, prompt: Sequence[int]) -> None:
         self.tokens: list[int] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,3 +90,13 @@ def greedy(model: Any, prompt: Sequence[int], n: int) -> list[int]:
     for _ in range(n):
         tokens.append(int(plain_probs(model, tokens).argmax()))
     return tokens[len(prompt) :]
+
+
+def assert_probs_are_the_models(drafter: Any, committed: list[int], path: list[int], budget: int = 12) -> None:
+    """What a model drafter says of each candidate is what a plain run of its model says."""
+    model = drafter.model.model
+    proposals = proposed(drafter, path, budget, 4)
+    assert proposals
+    for number, proposal in list(enumerate(proposals))[::3]:
+        plain = plain_probs(model, committed + path + chain_of(proposals, number)[:-1])
+        assert plain[proposal.token].item() == pytest.approx(proposal.prob, abs=1e-4)

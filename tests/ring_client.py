@@ -35,7 +35,8 @@ class Client:
         self.spans = [Span(f"stage{i}", end - n, end) for i, (end, n) in enumerate(zip(ends, shape.blocks))]
         self.infos = [
             StageInfo(
-                span.peer, span.start, span.end, "hash", shape.embed, shape.verify, "float64", 1, ("raw",), (), shape.max_length,
+                span.peer, span.start, span.end, "hash", shape.embed, shape.verify, "float64", 1, ("raw",), (),
+                shape.max_length,
                 shape.lanes, shape.arena, shape.chunk, {1: 1e-3, 8: 2e-3, 64: 1e-2},
             )
             for span in self.spans
@@ -74,8 +75,10 @@ class Client:
         shape, n = self.world.shape, len(self.world.shape.blocks)
         first, last = sum(shape.blocks[:index]), index == n - 1
         opened = Open(
-            session=bytes([number]) * SESSION_BYTES, stage=index, stages=n, start=first, end=first + shape.blocks[index],
-            lanes=shape.lanes, max_length=shape.max_length, arena=self.arena, previous=f"stage{index - 1}" if index else None,
+            session=bytes([number]) * SESSION_BYTES, stage=index, stages=n, start=first,
+            end=first + shape.blocks[index],
+            lanes=shape.lanes, max_length=shape.max_length, arena=self.arena,
+            previous=f"stage{index - 1}" if index else None,
             next=None if last else f"stage{index + 1}", verifier=f"stage{n - 1}" if shape.verify else None,
             listeners=tuple(f"stage{i}" for i in range(n - 1)) if shape.verify and last else (),
             embed=shape.embed and index == 0, verify=shape.verify and last, codec="raw", codec_in="raw",
@@ -87,7 +90,8 @@ class Client:
         box: Any = self._back[index]
         session = StageSession(
             opened, f"client{number}", number, handles, box, hidden_size=1, dtype=torch.float64,
-            vocab_size=self.world.model.vocab, max_prefill=shape.chunk, device=torch.device("cpu"), head=self.world.head,
+            vocab_size=self.world.model.vocab, max_prefill=shape.chunk, device=torch.device("cpu"),
+            head=self.world.head,
             loop=loop,
         )  # fmt: skip
         self.world.stages[index].sessions[session.key] = session

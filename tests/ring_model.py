@@ -60,7 +60,8 @@ class HashModel:
         return torch.from_numpy(_mix(hidden.numpy().astype(_U) + options) / float(1 << 50)).float()
 
     def after(self, prefix: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
-        """Sums of keys per block, and `[vocab]` logits, after a non-empty prefix: one token at a time, without lanes."""
+        """Sums of keys per block, and `[vocab]` logits, after a non-empty prefix: one token at a time, without
+        lanes."""
         if prefix not in self._memo:
             sums = self.after(prefix[:-1])[0].copy()
             hidden, position = self.embed(prefix[-1:])[:, 0].numpy().astype(_U), np.array([len(prefix) - 1], _U)

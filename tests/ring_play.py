@@ -21,7 +21,8 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2}
 
 
 class RandomDrafter(Drafter):
-    """:param hit: chance that a proposal is the target's own (greedy) token; `chain` or else a random tree, with duplicates"""
+    """:param hit: chance that a proposal is the target's own (greedy) token; `chain` or else a random tree, with
+    duplicates"""
 
     def __init__(self, model: HashModel, rng: random.Random, hit: float, chain: bool, instant: bool = True):
         self.instant = instant
@@ -75,7 +76,8 @@ class ErringDrafter(Drafter):
 
 
 class SteppedDrafting(Drafting):
-    """The drafting thread's work as steps of the world, so that anything may happen between a question and its answer."""
+    """The drafting thread's work as steps of the world, so that anything may happen between a question and its
+    answer."""
 
     stage = None
     name = "drafting"
@@ -206,7 +208,10 @@ class _User:
     def _request(self, lane: int, history: list[int]) -> StreamRequest:
         rng = self.rng
         del history[self.world.shape.max_length - 1 :]
-        limit = min(len(history) + rng.choices((0, 1, rng.randint(2, self.game.longest)), (1, 1, 10))[0], self.world.shape.max_length)
+        limit = min(
+            len(history) + rng.choices((0, 1, rng.randint(2, self.game.longest)), (1, 1, 10))[0],
+            self.world.shape.max_length,
+        )
         stops = (rng.randrange(self.world.model.vocab),) if rng.random() < 0.4 else ()
         spec = SamplingSpec(prompt_length=len(history), seed=rng.randrange(99), **SAMPLED)  # type: ignore[arg-type]
         sampling = spec.to_wire() if rng.random() < self.game.sampled else {}
@@ -241,7 +246,8 @@ class _User:
                 self._settled.append(lane)
 
     def check_end(self) -> None:
-        """Everything settled: everybody agrees, all is answered and counted, and nothing is held once the streams end."""
+        """Everything settled: everybody agrees, all is answered and counted, and nothing is held once the streams
+        end."""
         check_ledger(self.client)
         for lane in self._settled:
             for session in self.client.sessions:
@@ -282,7 +288,8 @@ def check_ledger(client: Client) -> None:
 
 
 def commit_times(shape: RingShape, wrong: Collection[int], n: int) -> tuple[list[float], list[int]]:
-    """When each of `n` tokens reaches a client whose guess at the positions in `wrong` misses, once; links take 1 s, compute nothing.
+    """When each of `n` tokens reaches a client whose guess at the positions in `wrong` misses, once; links take 1 s,
+    compute nothing.
 
     :returns: times, and the rows that each stage computed
     """

@@ -1,4 +1,5 @@
-"""A whole ring in one thread: real stages and sessions, links that are queues of encoded frames, and a scheduler that picks
+"""A whole ring in one thread: real stages and sessions, links that are queues of encoded frames, and a scheduler that
+picks
 what happens next, also in the middle of a forward.
 
 What is not real: the network, the host's cache (a dictionary of buffers) and the model (a hash).
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RingShape:
-    """:param blocks: of each stage; `arena` credits; `max_rows` candidate rows per forward; `chunk` tokens per prefix frame"""
+    """:param blocks: of each stage; `arena` credits; `max_rows` candidate rows per forward; `chunk` tokens per prefix
+    frame"""
 
     blocks: tuple[int, ...] = (1, 1)
     embed: bool = True

@@ -54,7 +54,7 @@ def test_flipped_bits_never_crash(name, flips):
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("shape", [(-1, 64), (1, -64), (1, MAX_VALUES + 1), (2**40, 2**40)])
 def test_impossible_shapes_are_refused_unread(name, shape):
-    with pytest.raises(CodecError):
+    with pytest.raises(CodecError, match="outside the bounds"):
         codec(name).decode(b"\0" * 64, *shape, torch.float32)
 
 
@@ -107,6 +107,15 @@ def test_decoding_a_large_claim_from_few_bytes_allocates_no_more_than_the_rows()
     tracemalloc.stop()
     assert same_bits(back, rows)
     assert peak < 8 * rows.numel() * 2
+
+
+def test_bytes_between_the_end_of_the_compressed_data_and_its_announced_length_are_refused():
+    valid = bytearray()
+    put_plane(valid, bytes(100))
+    data = bytearray([valid[0] + (3 << 2)]) + valid[1:] + b"abc"
+    assert len(valid) < 30 and len(take_plane(memoryview(valid), 100)[1]) == 0
+    with pytest.raises(CodecError):
+        take_plane(memoryview(data), 100)
 
 
 @pytest.mark.parametrize("kind", [0, 3])

@@ -10,6 +10,7 @@ from codec_helpers import CODECS, DTYPES, activations, any_bits, codec, same_bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bloombee_spec.wire import entropy
 from bloombee_spec.wire.activations import CodecError
 
 LOSSLESS = ("raw", "lossless")
@@ -89,6 +90,11 @@ def test_lossless_takes_less_than_70_percent_of_bf16(n):
     assert len(codec("lossless").encode(rows)) < 0.70 * rows.numel() * 2
 
 
+def test_a_short_row_needs_no_table_of_its_own():
+    rows = activations(1, 576, torch.bfloat16)
+    assert len(codec("lossless").encode(rows)) < 0.70 * rows.numel() * 2
+
+
 def test_lossless_finds_bits_that_a_wider_dtype_does_not_use():
     rows = activations(16, 1024, torch.bfloat16)
     for dtype in (torch.float16, torch.float32):
@@ -118,6 +124,14 @@ def test_threads_do_not_disturb_each_other():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_each_thread_has_compressors_of_its_own():
+    seen = [entropy._contexts.compressors]
+    thread = threading.Thread(target=lambda: seen.append(entropy._contexts.compressors))
+    thread.start()
+    thread.join()
+    assert seen[0] is not seen[1] and entropy._contexts.compressors is seen[0]
 
 
 def test_rows_that_no_codec_carries_are_refused():

@@ -137,6 +137,14 @@ def test_an_instance_serves_one_stream_after_the_other() -> None:
         factory()
 
 
+def test_only_what_is_instant_throughout_is_instant() -> None:
+    # Seen to fail with a loan, and with a mixture, that says nothing of it.
+    slow, quick = Custom(), LookupDrafter()
+    assert drafter_factory(quick)().instant and not drafter_factory(slow)().instant
+    assert MixedDrafter([quick, SuffixDrafter()]).instant
+    assert not MixedDrafter([quick, slow]).instant
+
+
 def test_an_instance_that_can_be_forked_serves_several_streams() -> None:
     text = list(range(50))
     factory = drafter_factory(ScriptedDrafter(text, 97, Script(1.0)))

@@ -144,6 +144,16 @@ def test_a_damaged_file_reads_as_empty_and_is_replaced(tmp_path: Path, content: 
     assert len(PeerStore(path)) == 1
 
 
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    good = {"at": 1, "delay_s": 0.1, "bandwidth_bps": 1e6, "samples": 1}
+    text = json.dumps({"version": 1, "peers": {"good": good}})
+    path.write_text(text)
+    assert len(PeerStore(path)) == 1
+    path.write_text(text + " " * MAX_FILE_BYTES)
+    assert len(PeerStore(path)) == 0
+
+
 @pytest.mark.parametrize(
     "entry",
     [

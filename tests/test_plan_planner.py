@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.decision import DraftCost, Limits, Mode, Plan
 from bloombee_spec.plan.planner import Hysteresis, Planner
-from bloombee_spec.plan.route import Leg, Route, uniform_route
+from bloombee_spec.plan.route import Route, uniform_route
 from bloombee_spec.plan.sim.script import geometric_rates
 from bloombee_spec.plan.sizing import evaluate
 
@@ -67,22 +66,21 @@ def test_probes_grow_rarer() -> None:
     assert gaps == sorted(gaps) and gaps[-1] >= planner.hysteresis.probe_laps_max
 
 
-def test_noisy_estimates_do_not_make_the_plan_flap() -> None:
-    rng, planner = random.Random(3), Planner(LIMITS)
-
-    def jittery() -> Route:
-        def leg(row_bytes: float) -> Leg:
-            return Leg(0.05 * rng.uniform(0.95, 1.05), 1e8 * rng.uniform(0.9, 1.1), row_bytes)
-
-        base = _route()
-        hops = tuple(leg(2048) for _ in base.hops)
-        return replace(base, uplink=leg(8), hops=hops, downlink=leg(8), restart=leg(8))
-
-    plans = _laps(planner, 400, 0.7, jittery, rng)[100:]
-    shapes = [(plan.mode, plan.width, plan.depth, plan.tree_size) for plan in plans]
-    changes = sum(a != b for a, b in pairwise(shapes))
-    assert changes <= 8, f"{changes} changes in 300 laps"
+def _changes_under_noise(switch: float, seed: int) -> int:
+    """How often the plan changes in 350 laps while delay and bandwidth are misjudged by up to 10 and 50 %."""
+    rng = random.Random(seed)
+    planner = Planner(Limits(tree_size=32, width=16, depth=32), hysteresis=Hysteresis(switch=switch))
+    plans = _laps(planner, 400, 0.7, lambda: _route(rng.uniform(45, 55), rng.uniform(50, 150)), rng)[50:]
     assert all(plan.mode is not Mode.OFF for plan in plans)
+    shapes = [(plan.mode, plan.width, plan.depth, plan.tree_size, plan.hedges) for plan in plans]
+    return sum(a != b for a, b in pairwise(shapes))
+
+
+def test_noisy_estimates_do_not_make_the_plan_flap() -> None:
+    assert _changes_under_noise(Hysteresis().switch, seed=0) <= 2
+    assert _changes_under_noise(0.0, seed=0) > 6, (
+        "the control: without the margin the same laps change it all the time"
+    )
 
 
 def test_a_gain_at_the_threshold_does_not_switch_on_and_off_all_the_time() -> None:
@@ -90,19 +88,6 @@ def test_a_gain_at_the_threshold_does_not_switch_on_and_off_all_the_time() -> No
     route = _route()
     _laps(planner, 600, 0.02, lambda: route, rng)  # worth about 3 %: between `stay` and `enter`
     assert planner.switches <= 14
-
-
-def test_without_hysteresis_it_would_flap() -> None:
-    """The control of the two tests above: without the margins the same laps change plans more than twice as often."""
-    rng = random.Random(5)
-    nervous = Planner(LIMITS, hysteresis=Hysteresis(enter=0.0, stay=0.0, switch=0.0, replan_laps=1))
-    calm = Planner(LIMITS)
-    changes = []
-    for planner in (nervous, calm):
-        plans = _laps(planner, 150, 0.6, lambda: _route(rng.uniform(45, 55), rng.uniform(70, 130)), rng)
-        shapes = [(plan.mode, plan.width, plan.depth) for plan in plans]
-        changes.append(sum(a != b for a, b in pairwise(shapes)))
-    assert changes[0] > 2 * changes[1]
 
 
 def test_a_changed_link_changes_the_plan() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.decision import Mode, Plan
 from bloombee_spec.plan.route import Leg, Route, Stage, plain_lap

@@ -15,7 +15,7 @@ from bloombee_spec.plan.decision import DraftCost, Limits, Mode, Plan
 from bloombee_spec.plan.route import Leg, Route, Stage, plain_lap, uniform_route
 from bloombee_spec.plan.sim.events import Clock
 from bloombee_spec.plan.sim.ring import Link, Row
-from bloombee_spec.plan.simulate import SimConfig, geometric_rates, simulate
+from bloombee_spec.plan.simulate import Ring, SimConfig, geometric_rates, simulate
 from bloombee_spec.plan.sizing import choose, evaluate
 from bloombee_spec.plan.throughput import stream_formula
 from bloombee_spec.tree import NodeSpec
@@ -91,8 +91,12 @@ def test_hits_are_never_sent_again() -> None:
 def test_layers_leave_no_faster_than_the_pace(embeddings: bool) -> None:
     route = uniform_route(3, 0.05, 1e10, 8, embeddings_at_stage=embeddings)
     first = simulate(SimConfig(route, ((1.0,),), plan=_chain(3, 0.1), tokens=4))
-    assert first.seconds == pytest.approx(0.2, abs=1e-3), "the root's row with the first layer, then one layer per 100 ms"
-    assert simulate(SimConfig(route, ((1.0,),), plan=_chain(64, 0.02), tokens=200)).tok_s == pytest.approx(50, rel=0.02)
+    assert first.seconds == pytest.approx(0.2, abs=1e-3), (
+        "the root's row with the first layer, then one layer per 100 ms"
+    )
+    assert simulate(SimConfig(route, ((1.0,),), plan=_chain(64, 0.02), tokens=200)).tok_s == pytest.approx(
+        50, rel=0.02
+    )
 
 
 def test_wide_layers_raise_the_hit_rate_as_the_model_expects() -> None:
@@ -208,6 +212,15 @@ def test_no_route_and_no_plan_stalls_a_stream(route: Route, plan: Plan, hit: flo
     report = simulate(SimConfig(route, geometric_rates(hit), DraftCost(draft_s), plan, tokens=40, seed=seed))
     assert report.tokens == 40 and report.seconds >= 0
     assert report.rows >= report.useful_rows * 0.9
+
+
+@settings(max_examples=60, deadline=None)
+@given(routes(), st.lists(plans, min_size=2, max_size=5), st.sampled_from((0.3, 0.8, 1.0)), st.integers(0, 99))
+def test_a_plan_may_change_at_any_commit(route: Route, options: list[Plan], hit: float, seed: int) -> None:
+    ring = Ring(SimConfig(route, geometric_rates(hit), DraftCost(0.004), options[0], tokens=60, seed=seed))
+    rng = random.Random(seed)
+    ring.client.policy, ring.client.lap_s = (lambda: rng.choice(options)), 0.0
+    assert ring.run().tokens == 60
 
 
 @pytest.mark.parametrize("mbps", [10, 100, 1000])

@@ -92,6 +92,8 @@ def test_the_rate_of_a_tree_is_tokens_over_the_lap_and_the_drafting() -> None:
     route = uniform_route(4, 0.05, 1e8, 2048, compute=GPU, embeddings_at_stage=False)
     nodes = best_first(((0.8, 0.1),), 12, 6)
     covered = sum(node.reach for node in nodes if node.depth == 1)
+    ready = tree_rate(expected_tokens(nodes), covered, 12, route, 0.0)
+    assert ready == pytest.approx(expected_tokens(nodes) / lap_time(13, route)), "one frame with the root's own row"
     drafted = tree_rate(expected_tokens(nodes), covered, 12, route, 0.03)
     whole = expected_tokens(nodes) / (lap_time(12, route) + 0.03)
     assert whole <= drafted <= whole / 0.85, "a lap whose first token is no candidate ends before the tree comes"
@@ -154,6 +156,14 @@ def test_each_mode_has_its_place() -> None:
     assert choose(geometric_rates(0.3), bound, DraftCost(0.0)).rows_in_flight <= 2, "bytes, not delay, make the lap"
     only = choose(geometric_rates(0.9), far, draft, Limits(modes=(Mode.TREE,)))
     assert only.mode is Mode.TREE and only.expected_tok_s < choose(geometric_rates(0.9), far, draft).expected_tok_s
+
+
+def test_credits_bound_what_is_in_flight() -> None:
+    route = uniform_route(4, 0.2, 1e9, 2048)
+    for mode in (Mode.STREAM, Mode.TREE):
+        free = choose(geometric_rates(0.9), route, DraftCost(0.001), Limits(modes=(mode,)))
+        bound = choose(geometric_rates(0.9), route, DraftCost(0.001), Limits(modes=(mode,), in_flight=10))
+        assert bound.mode is mode and bound.rows_in_flight <= 10 < free.rows_in_flight
 
 
 def test_trees_grow_with_bandwidth_and_delay() -> None:

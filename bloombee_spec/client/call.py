@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,11 +95,14 @@ def read_call(model: Any, input_ids: torch.Tensor | None, kwargs: dict[str, Any]
     width = input_ids.shape[1]
     new_tokens = _new_tokens(config, kwargs, width)
     rows = _unpadded(input_ids, kwargs.get("attention_mask"))
+    sampling = _sampling(config, kwargs, width, new_tokens, seed)
+    if sampling and any(len(row) < width for row in rows) and not _ignores_prompt(sampling):
+        raise NotForPlugin("padded rows together with options that count or look at prompt tokens")
     eos = _ids(config.eos_token_id)
     pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if eos else 0)
     return Call(
         input_ids=input_ids, rows=rows, width=width, new_tokens=new_tokens, eos=eos, pad=int(pad),
-        sampling=_sampling(config, kwargs, width, new_tokens, seed),
+        sampling=sampling,
         streamer=kwargs.get("streamer"), criteria=_criteria(config, kwargs),
     )  # fmt: skip
 
@@ -141,8 +144,19 @@ def _sampling(config: Any, kwargs: dict[str, Any], width: int, new_tokens: int, 
         raise NotForPlugin(str(e)) from None
     if client:
         raise NotForPlugin(f"{', '.join(client)} can only be evaluated at the client")
-    plain = replace(spec, prompt_length=0, seed=0, max_length=None, eos_token_ids=())
-    return {} if plain == SamplingSpec(prompt_length=0) else spec.to_wire()
+    return {} if spec.is_plain_greedy else spec.to_wire()
+
+
+def _ignores_prompt(sampling: dict[str, Any]) -> bool:
+    """Whether every option acts on the scores alone: with padding, transformers lets the others see pad tokens."""
+    harmless = {
+        "prompt_length", "do_sample", "seed", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff",
+        "eta_cutoff", "bad_words_ids", "suppress_tokens", "remove_invalid_values", "renormalize_logits",
+        "eos_token_ids",
+        "max_length",
+    }  # fmt: skip
+    plain = SamplingSpec(prompt_length=0).to_wire()
+    return all(name in harmless or value == plain.get(name) for name, value in sampling.items())
 
 
 def _criteria(config: Any, kwargs: dict[str, Any]) -> StoppingCriteriaList:

@@ -54,7 +54,7 @@ class LentDrafter(Drafter):
 
     def __init__(self, drafter: Drafter, give_back: Callable[[], None]) -> None:
         self.drafter = drafter
-        self.name = drafter.name
+        self.name, self.instant = drafter.name, drafter.instant
         self._give_back: Callable[[], None] | None = give_back
 
     def start(self, prompt: Sequence[int]) -> None:

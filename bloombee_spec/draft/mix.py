@@ -99,6 +99,7 @@ class MixedDrafter(Drafter):
         self.drafters = tuple(drafters)
         self.config = config or MixConfig()
         self.name = f"mix({'+'.join(drafter.name for drafter in drafters)})"
+        self.instant = all(drafter.instant for drafter in drafters)
         self.credits = tuple(Credit(drafter.name) for drafter in drafters)
         self._calibrations = [
             [Calibration(self.config.prior, self.config.memory) for _ in range(self.config.depths)] for _ in drafters

@@ -20,6 +20,7 @@ class SilentDrafter(Drafter):
     """Proposes nothing: plain decoding."""
 
     name = "none"
+    instant = True
 
     def start(self, prompt: Sequence[int]) -> None:
         pass

@@ -103,10 +103,12 @@ def simulate(config: SimConfig) -> SimReport:
 
     :raises RuntimeError: the stream stalled (a fault in the simulator or in the tree)
     """
-    return _Ring(config).run()
+    return Ring(config).run()
 
 
-class _Ring:
+class Ring:
+    """A ring of the simulator, wired up for one run."""
+
     def __init__(self, config: SimConfig):
         self.config = config
         route = config.route
@@ -215,4 +217,4 @@ class _Ring:
         )
 
 
-__all__ = ["SimConfig", "SimReport", "geometric_rates", "simulate"]
+__all__ = ["Ring", "SimConfig", "SimReport", "geometric_rates", "simulate"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import binascii
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import pairwise
@@ -142,10 +141,7 @@ def encode(frame: Frame) -> bytes:
         out += frame.rows
     elif isinstance(frame, NodesFrame):
         out.append(PROTOCOL_VERSION << 4 | Kind.NODES)
-        _put(out, frame.lane, frame.epoch, frame.seq, frame.computed, frame.dropped, len(frame.nodes))
-        _put_nodes(out, frame.nodes)
-        _put(out, frame.n_rows)
-        out += frame.rows
+        _put_nodes(out, frame)
     elif isinstance(frame, CommitFrame):
         out.append(PROTOCOL_VERSION << 4 | Kind.COMMIT)
         _put(out, frame.lane, frame.epoch, frame.position, len(frame.tokens), *frame.tokens)
@@ -184,12 +180,7 @@ def decode(data: bytes | memoryview) -> Frame:
             raise FrameError(f"{packed >> 1} rows for {len(tokens)} tokens")
         return PrefixFrame(lane, epoch, seq, start, tokens, bool(packed & 1), limit, packed >> 1, read.rest())
     if kind == Kind.NODES:
-        seq, computed, dropped = read.uint(MAX_COUNTER), read.uint(MAX_COUNTER), read.uint(MAX_COUNTER)
-        nodes = _read_nodes(read, read.uint(MAX_NODES))
-        n_rows = read.uint(MAX_NODES)
-        if n_rows not in (0, len(nodes)):
-            raise FrameError(f"{n_rows} rows for {len(nodes)} nodes")
-        return NodesFrame(lane, epoch, seq, nodes, computed, dropped, n_rows, read.rest())
+        return _read_nodes(read, lane, epoch)
     if kind == Kind.COMMIT:
         position = read.uint(MAX_POSITION)
         tokens = tuple([read.uint(MAX_TOKEN) for _ in range(read.uint(MAX_NODES))])
@@ -212,30 +203,44 @@ def _put(out: bytearray, *values: int) -> None:
         put_uint(out, value)
 
 
-def _put_nodes(out: bytearray, nodes: Sequence[NodeSpec]) -> None:
-    """Ids as the step from the previous id, parents relative to the previous node: a chain costs one byte per link."""
-    previous = 0
+CONSECUTIVE, COUNTED, WITH_ROWS = 1, 2, 4  # flags of a nodes frame
+
+
+def _put_nodes(out: bytearray, frame: NodesFrame) -> None:
+    """Ids as the step from the previous id, parents relative to the previous node: a chain costs one byte per link.
+
+    :raises ValueError: rows for some of the nodes only
+    """
+    nodes, previous = frame.nodes, 0
+    if frame.n_rows not in (0, len(nodes)):
+        raise ValueError(f"{frame.n_rows} rows for {len(nodes)} nodes")
     consecutive = all(b.id == a.id + 1 for a, b in pairwise(nodes))
-    if nodes:
-        out.append(int(consecutive))
+    counted = bool(frame.computed or frame.dropped)
+    flags = CONSECUTIVE * consecutive | COUNTED * counted | WITH_ROWS * bool(frame.n_rows)
+    _put(out, frame.lane, frame.epoch, frame.seq, len(nodes), flags)
     for i, node in enumerate(nodes):
         if i == 0 or not consecutive:
             put_int(out, node.id - previous)
         put_int(out, (node.id if i == 0 else previous) - node.parent)
         put_uint(out, node.token)
         previous = node.id
+    if counted:
+        _put(out, frame.computed, frame.dropped)
+    out += frame.rows
 
 
-def _read_nodes(read: Reader, count: int) -> tuple[NodeSpec, ...]:
+def _read_nodes(read: Reader, lane: int, epoch: int) -> NodesFrame:
+    seq, count, flags = read.uint(MAX_COUNTER), read.uint(MAX_NODES), read.uint(7)
     nodes: list[NodeSpec] = []
     previous = 0
-    consecutive = count > 0 and read.uint(1) == 1
     for i in range(count):
-        node_id = previous + 1 if i and consecutive else previous + read.int(MAX_COUNTER)
+        node_id = previous + 1 if i and flags & CONSECUTIVE else previous + read.int(MAX_COUNTER)
         parent = (node_id if i == 0 else previous) - read.int(MAX_COUNTER)
         nodes.append(NodeSpec(node_id, parent, read.uint(MAX_TOKEN)))
         previous = node_id
-    return tuple(nodes)
+    computed, dropped = (read.uint(MAX_COUNTER), read.uint(MAX_COUNTER)) if flags & COUNTED else (0, 0)
+    n_rows = count if flags & WITH_ROWS else 0
+    return NodesFrame(lane, epoch, seq, tuple(nodes), computed, dropped, n_rows, read.rest())
 
 
 def _checked_body(data: memoryview) -> memoryview:

@@ -23,6 +23,8 @@ async def read_frame_bytes(reader: asyncio.StreamReader, timeout: float | None) 
     """
     try:
         return await asyncio.wait_for(_read(reader), timeout)
+    except asyncio.TimeoutError:  # an OSError too since Python 3.11
+        raise
     except (asyncio.IncompleteReadError, ConnectionError, OSError) as e:
         raise StreamClosed(f"stream ended: {e!r}") from None
 

@@ -40,7 +40,7 @@ class SimClient:
     ):
         self._clock, self._drafts, self._uplink, self._draft = clock, drafts, uplink, draft
         self._beliefs, self._acceptance = beliefs, acceptance
-        self._policy, self._lap_s = policy, lap_s
+        self.policy, self.lap_s = policy, lap_s
         self._send_roots, self._draft_rows = send_roots, draft_rows
         self.plan = Plan(Mode.OFF)
         self._plan_at = 0.0
@@ -82,7 +82,7 @@ class SimClient:
                 self._uplink.send([Row(row, judged.commit.position)])
             if hit.id in self._hedges:
                 self._hedges[self._root_key()] = self._hedges.pop(hit.id)
-            if self._clock.now - self._plan_at >= self._lap_s:
+            if self._clock.now - self._plan_at >= self.lap_s:
                 self._new_plan()
             self._kick()
             return
@@ -111,7 +111,7 @@ class SimClient:
         self._slot = self._clock.now + self.plan.pace_s
 
     def _new_plan(self) -> None:
-        self.plan, self._plan_at = self._policy(), self._clock.now
+        self.plan, self._plan_at = self.policy(), self._clock.now
 
     def _abandon(self) -> None:
         self._job += 1
@@ -134,7 +134,7 @@ class SimClient:
     # the drafter: one thing at a time
 
     def _kick(self) -> None:
-        while not self._busy and (self.plan.mode is not Mode.OFF or self._shape):
+        while not self._busy and self.plan.mode is not Mode.OFF:
             if self.plan.mode is Mode.TREE or self._shape:  # a tree that was begun is sent, whatever the plan says now
                 if not self._shape:
                     if len(self._drafts.tree):
