@@ -31,7 +31,8 @@ REVIEW = Ring(8, 0.025, 2048)
 def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
-    code = command.run(parser.parse_args(["plan", *arguments]))
+    args = parser.parse_args(["plan", *arguments])
+    code = args.run(args)
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

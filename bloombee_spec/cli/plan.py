@@ -53,6 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--plot", metavar="FILE", help="draw tokens per second over tree size")
     parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
