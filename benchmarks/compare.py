@@ -24,6 +24,7 @@ from benchmarks.wan import LinkShape
 SPEC_SERVER = (sys.executable, "-m", "bloombee_spec.cli.main", "serve")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 LIMIT_PER_TOKEN_S = 4.0
+FIRST = {"chat": "tides", "code": "running_median", "edit": "new_date"}  # shown when one prompt of each kind is enough
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ def start_swarm(args: argparse.Namespace, model: Path, work_dir: Path, n_blocks:
     return LocalSwarm(
         model, split_blocks(n_blocks, args.stages), work_dir=work_dir, wan=wan_shape(args), server_command=SPEC_SERVER
     )
+
+
+def choose_prompts(each: int) -> list[prompts.Prompt]:
+    """`each` prompts of every kind."""
+    chosen = []
+    for kind in (prompts.CHAT, prompts.CODE, prompts.EDIT):
+        chosen += sorted(kind, key=lambda p: p.name != FIRST[p.kind])[:each]
+    return chosen
 
 
 def make_jobs(model: Path, chosen: Sequence[prompts.Prompt], new_tokens: int) -> list[Job]:
@@ -199,7 +208,7 @@ def main() -> int:
     parser.add_argument("--name", default="compare", help="of the files in benchmarks/results")
     args = parser.parse_args()
     model = args.model or ensure_smollm2()
-    chosen = [p for kind in (prompts.CHAT, prompts.CODE, prompts.EDIT) for p in kind[: args.prompts]]
+    chosen = choose_prompts(args.prompts)
     jobs = make_jobs(model, chosen, args.new_tokens)
     methods = [PLAIN, SUFFIX, *[scripted(h) for h in args.acceptance]]
     if args.dropped_layers:

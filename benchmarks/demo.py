@@ -11,25 +11,17 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import prompts
-from benchmarks.compare import Row, add_swarm_arguments, make_jobs, start_swarm, table
+from benchmarks.compare import Row, add_swarm_arguments, choose_prompts, make_jobs, start_swarm, table
 from benchmarks.compare import row as make_row
 from benchmarks.methods import HOST, SUFFIX
 from benchmarks.runner import Job, Result, run_jobs
 from benchmarks.smollm2 import ensure_smollm2
 
 SECONDS_PER_TOKEN = 6.0
-DEMO_PROMPTS = {"chat": "tides", "code": "running_median", "edit": "proofread"}
 
 
 def say(line: str = "") -> None:
     print(line, flush=True)
-
-
-def chosen_prompts() -> list[prompts.Prompt]:
-    everything = {(p.kind, p.name): p for p in prompts.ALL}
-    first = {p.kind: p for p in reversed(prompts.ALL)}
-    return [everything.get((kind, name), first[kind]) for kind, name in DEMO_PROMPTS.items()]
 
 
 def side_by_side(left: str, right: str, titles: tuple[str, str]) -> str:
@@ -61,7 +53,7 @@ def run(args: argparse.Namespace, model: Path) -> Sequence[Row]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     n_blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
-    jobs = make_jobs(model, chosen_prompts(), args.new_tokens)
+    jobs = make_jobs(model, choose_prompts(1), args.new_tokens)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bloombee-spec-") as work_dir:
         say(
