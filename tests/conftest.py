@@ -12,9 +12,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 from swarm_helpers import SPANS, VOCAB, load_local
 
 torch.set_num_threads(1)
+# The same examples on every machine and in every run: a red run can be looked at. Explore with --hypothesis-profile=default.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")

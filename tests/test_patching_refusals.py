@@ -22,7 +22,7 @@ from patching_helpers import (
 )
 
 from bloombee_spec.patching.build import build
-from bloombee_spec.patching.manifest import MANIFEST, MAX_BYTES, load
+from bloombee_spec.patching.manifest import MANIFEST, MAX_BYTES, load_set
 from bloombee_spec.patching.plan import plan_apply
 from bloombee_spec.patching.unified import PatchError
 from bloombee_spec.patching.write import write_changes
@@ -92,7 +92,7 @@ def test_a_read_only_folder_is_refused_before_the_first_write(
 
 
 def test_a_file_edited_between_reading_and_writing_is_not_overwritten(host_copy: Path) -> None:
-    patch_set = load(SET_FOLDER)
+    patch_set = load_set(SET_FOLDER)
     changes = plan_apply(patch_set, host_copy, patch_set.patches)
     _edit(host_copy / SHARED_FILE)
     edited = (host_copy / SHARED_FILE).read_bytes()
@@ -139,7 +139,7 @@ def test_an_altered_diff_is_refused(set_copy: Path) -> None:
     diff = set_copy / f"{PLUGINS}.patch"
     diff.write_bytes(diff.read_bytes().replace(b"server_class", b"server_klass"))
     with pytest.raises(PatchError, match="is not the diff"):
-        load(set_copy)
+        load_set(set_copy)
 
 
 def _drop_a_file(document: dict[str, dict[str, list[str]]]) -> None:
@@ -184,7 +184,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
     damage(document)
     (set_copy / MANIFEST).write_text(json.dumps(document))
     with pytest.raises(PatchError, match=complaint):
-        load(set_copy)
+        load_set(set_copy)
 
 
 def test_a_diff_outside_of_the_host_is_refused(set_copy: Path) -> None:
@@ -194,12 +194,12 @@ def test_a_diff_outside_of_the_host_is_refused(set_copy: Path) -> None:
     document["patches"][1]["sha256"] = hashlib.sha256(diff).hexdigest()
     (set_copy / MANIFEST).write_text(json.dumps(document))
     with pytest.raises(PatchError, match="outside of the host's package"):
-        load(set_copy)
+        load_set(set_copy)
 
 
 def test_a_result_that_is_not_in_the_manifest_is_not_written(host_copy: Path) -> None:
     """Hashes guard the result too, not only what is there before."""
-    patch_set = load(SET_FOLDER)
+    patch_set = load_set(SET_FOLDER)
     patch_set.states[SHARED_FILE] = (*patch_set.states[SHARED_FILE][:2], "0" * 64)
     with pytest.raises(PatchError, match="not the one in the manifest"):
         plan_apply(patch_set, host_copy, patch_set.patches)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from bloombee_spec.patching.manifest import MANIFEST, PatchSet, load
+from bloombee_spec.patching.manifest import MANIFEST, PatchSet, load_set
 from bloombee_spec.patching.unified import PatchError
 
 
@@ -33,7 +33,7 @@ def patches_directory() -> Path:
 
 def load_all(directory: Path) -> list[PatchSet]:
     """Every patch set below `directory`, sorted by folder name."""
-    return [load(manifest.parent) for manifest in sorted(directory.glob(f"*/{MANIFEST}"))]
+    return [load_set(manifest.parent) for manifest in sorted(directory.glob(f"*/{MANIFEST}"))]
 
 
 def find_host(patch_sets: list[PatchSet], path: Path | None = None) -> Host:

@@ -77,7 +77,7 @@ def read_bounded(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def load(directory: Path) -> PatchSet:
+def load_set(directory: Path) -> PatchSet:
     """Read `directory/manifest.json` and the diffs that it names, and check that they belong together.
 
     :raises PatchError: malformed, a diff was altered, or manifest and diffs do not cover the same files
