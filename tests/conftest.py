@@ -16,7 +16,8 @@ from hypothesis import settings
 from swarm_helpers import SPANS, VOCAB, load_local
 
 torch.set_num_threads(1)
-# The same examples on every machine and in every run: a red run can be looked at. Explore with --hypothesis-profile=default.
+# The same examples on every machine and in every run, so that a red run can be looked at again.
+# Explore with --hypothesis-profile=default.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
