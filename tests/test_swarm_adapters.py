@@ -45,7 +45,9 @@ def servers(toy_path: Path, adapted: tuple[Path, Any], tmp_path_factory: pytest.
             yield running
 
 
-def client_of(servers: Any, spec: SpecConfig, chosen: tuple[int, ...] | None, **kwargs: Any) -> AbstractContextManager:
+def client_of(
+    servers: Any, spec: SpecConfig, chosen: tuple[int, ...] | None, **kwargs: Any
+) -> AbstractContextManager[Any]:
     peers = None if chosen is None else [servers.servers[i].peer_id for i in chosen]
     return connect(servers.model, servers.initial_peers, servers.dht_prefix, spec, peers=peers, **kwargs)
 

@@ -57,7 +57,10 @@ class Host(ABC):
 
     @abstractmethod
     def servers(self, model: Any) -> dict[str, tuple[int, int]]:
-        """Servers that the host's routing knows now: base58 peer id to its blocks `(start, end)`."""
+        """Servers that the host's routing knows now: base58 peer id to its blocks `(start, end)`.
+
+        :raises NoRoute: the first block has no server
+        """
 
     @abstractmethod
     def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:

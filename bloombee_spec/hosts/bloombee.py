@@ -1,10 +1,10 @@
-"""BloomBee 0.1.3 (Petals' main branch under another name). Everything is done by subclassing; no attribute of the host
-changes."""
+"""BloomBee 0.1.3 (Petals' main branch renamed), extended by subclassing only: no attribute of the host changes."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import random
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib import metadata
@@ -81,10 +81,7 @@ class BloomBeeHost(Host):
 
     def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
         manager = _manager(model) if peers is None else self._restricted(model, frozenset(peers))
-        try:
-            spans = manager.make_sequence(mode="min_latency", cache_tokens_needed=cache_tokens)
-        except MissingBlocksError as e:
-            raise NoRoute(str(e)) from None
+        spans = _sequence(manager, mode="min_latency", cache_tokens_needed=cache_tokens)
         return [Span(span.peer_id.to_base58(), span.start, span.end) for span in spans]
 
     def on_failure(self, model: Any, peer: str | None) -> None:
@@ -164,8 +161,26 @@ def _manager(model: Any) -> Any:
 
 
 def _ready(manager: Any) -> Any:
-    manager.make_sequence(0, 1, mode="max_throughput") if not manager.ready.is_set() else None
+    if not manager.ready.is_set():
+        _sequence(manager, 0, 1, mode="max_throughput")
     return manager
+
+
+def _sequence(manager: Any, *blocks: int, **options: Any) -> Any:
+    """:raises NoRoute: names the blocks without a server, and what the client asked for that narrows the choice"""
+    try:
+        return manager.make_sequence(*blocks, **options)
+    except MissingBlocksError:
+        pass
+    with manager.lock_changes:
+        missing = [i for i, spans in enumerate(manager.state.sequence_info.spans_containing_block) if not spans]
+    blocks_text = f"blocks {missing[0]}..{missing[-1]}" if missing else "some block"
+    adapter, allowed = manager.config.active_adapter, manager.allowed_servers
+    raise NoRoute(
+        f"no server is online for {blocks_text} of {manager.config.dht_prefix!r}"
+        + (f" with adapter {adapter!r}" if adapter else "")
+        + (f" among the {len(allowed)} allowed servers" if allowed is not None else "")
+    )
 
 
 def _restricted_managers(model: Any) -> dict[frozenset[str], Any]:
@@ -243,8 +258,7 @@ class SpecModuleContainer(host_server.ModuleContainer):
 
 
 def make_server_class(base: type[Any], config: SpecServerConfig) -> type[Any]:
-    """`base` (the host's `Server` or a subclass), serving plugin sessions too. Works on patched and unpatched
-    hosts."""
+    """`base` (the host's `Server` or a subclass), serving plugin sessions too, on patched and unpatched hosts."""
     container = type("SpecModuleContainer", (SpecModuleContainer,), {"spec_config": config})
     if hasattr(base, "container_class"):  # patches/bloombee-0.1.3/server-plugins
         return type("SpecServer", (base,), {"container_class": container})
@@ -273,7 +287,7 @@ class _UnpatchedRun:
             try:
                 self.module_container.ready.wait()
                 while True:
-                    if self.stop.wait(_uniform(2 * self.mean_balance_check_period)):
+                    if self.stop.wait(random.uniform(0, 2 * self.mean_balance_check_period)):
                         return
                     if not self.module_container.is_healthy():
                         logger.warning("One of subprocesses crashed, restarting the server")
@@ -284,9 +298,3 @@ class _UnpatchedRun:
             finally:
                 self.module_container.shutdown()
             self._clean_memory_and_fds()
-
-
-def _uniform(high: float) -> float:
-    import random
-
-    return random.random() * high

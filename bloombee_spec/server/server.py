@@ -24,6 +24,7 @@ import bloombee_spec
 from bloombee_spec.kv.buffer import KVShape, LaneView
 from bloombee_spec.server.allocator import CacheAllocator
 from bloombee_spec.server.config import SpecServerConfig
+from bloombee_spec.server.families.base import UnsupportedModel
 from bloombee_spec.server.families.registry import family_for
 from bloombee_spec.server.heads import Heads
 from bloombee_spec.server.service import SpecService
@@ -65,7 +66,7 @@ class LoadedBlocks:
 
 class StageServer:
     """
-    :raises UnsupportedModel: no family serves these blocks
+    :raises UnsupportedModel: no family serves these blocks, or they cannot compute on this device
 
     Order: construct, add `pool` to the runtime, `fork` before the process starts threads for requests, `start`,
     `shutdown`.
@@ -92,7 +93,10 @@ class StageServer:
             device=loaded.device, dtype=loaded.dtype, adapter=loaded.adapter, free=self._allocator.free,
         )  # fmt: skip
         self.pool = self.stage.pool
-        self._row_seconds = self._measure()
+        try:
+            self._row_seconds = self._measure()
+        except Exception as e:  # e.g. quantised layers, which compute on CUDA only
+            raise UnsupportedModel(f"a trial forward through them failed: {e!r}") from e
         self.stage.max_rows = config.max_rows or _affordable_rows(self._row_seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
