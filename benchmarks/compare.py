@@ -24,7 +24,7 @@ from benchmarks.wan import LinkShape
 SPEC_SERVER = (sys.executable, "-m", "bloombee_spec.cli.main", "serve")
 RESULTS = REPOSITORY / "benchmarks" / "results"
 LIMIT_PER_TOKEN_S = 4.0
-FIRST = {"chat": "tides", "code": "running_median", "edit": "new_date"}  # shown when one prompt of each kind is enough
+FIRST = {"chat": "tides", "code": "running_median", "edit": "spelling"}  # shown when one prompt of each kind is enough
 
 
 @dataclass(frozen=True)
