@@ -24,6 +24,7 @@ from bloombee_spec.verify import Verifier
 class Mutant:
     """:param old: a piece of the source of `owner.method`, replaced by `new`
     :param shape: fields of the ring and `game` of the games in which it shows soonest
+    :param laps: it costs nothing but time, so the exact times of commits must show it
     """
 
     rule: str
@@ -33,6 +34,7 @@ class Mutant:
     new: str
     shape: dict[str, Any] = field(default_factory=dict)
     game: dict[str, Any] = field(default_factory=dict)
+    laps: bool = False
 
     def apply(self, patch: pytest.MonkeyPatch) -> None:
         found = inspect.getattr_static(self.owner, self.method)
@@ -67,11 +69,12 @@ MUTANTS = [
     Mutant("commits of an older epoch are ignored by stages", Lane, "accept_commit", "if frame.epoch < self.epoch:", "if False:", game=STOP),
     Mutant("commits of an older epoch are ignored by the client", Stream, "commit", "frame.epoch < self.epoch or self.finished", "self.finished", game=STOP),
     Mutant("candidates of an older epoch are dropped", Lane, "_admit", "elif item.epoch < self.epoch:", "elif False:", game=STOP),
-    Mutant("rows of an older epoch are dead", Lane, "is_live", "row.epoch == self.epoch and row.position < self.tree.length", "row.position < self.tree.length", game={"ends": ("stop", "interrupt"), "turns": 3}),
+    Mutant("rows of an older epoch are dead", Lane, "is_live", "row.epoch == self.epoch and row.position < self.tree.length", "row.position < self.tree.length", shape={"blocks": (3, 3), "arena": 1}, game={"ends": ("interrupt",), "turns": 5, "patience": 8}),
     Mutant("a verifier forgets the rows of an older epoch", Verifier, "step", "if self._epoch != epoch:", "if False:", game=STOP),
+    Mutant("a verifier waits for the epoch's rule", Verifier, "step", "and lane.rule_epoch == epoch", "", shape={"blocks": (1, 1, 1), "verify": True}, game={"ends": ("run",), "turns": 4, "sampled": 0.5}),
     Mutant("a verifier waits for the whole prefix", Verifier, "step", "and lane.prefix_complete", "", shape={"chunk": 1}),
     Mutant("a rewind waits for the commits that it keeps", Lane, "accept_rewind", "elif frame.position > self.tree.length:", "elif False:", game=STOP),
-    Mutant("a prefix waits for the commits that it builds upon", Lane, "_admit", "item.frame.epoch > self.epoch and item.frame.start > self.tree.length", "False"),
+    Mutant("a prefix waits for the commits that it builds upon", Lane, "_admit", "item.frame.epoch > self.epoch and item.frame.start > self.tree.length", "False", shape={"blocks": (1, 1, 1), "verify": True}, game={"ends": ("run",), "turns": 4}),
     Mutant("a new epoch starts from computed rows only", Lane, "_enter_epoch", "self.scheduled = self.filled", "self.scheduled = max(self.tree.length - 1, 0)", game={"ends": ("interrupt",)}),
     Mutant("a rewind forgets what is behind it", Lane, "_truncate", "self.filled = min(self.filled, position)", "pass"),
     # ---- rule 3: the client decides what was emitted
@@ -81,7 +84,7 @@ MUTANTS = [
     Mutant("a stop token ends the stream at the verifier", Lane, "stopped", "and self.tree.committed[-1] in self.stop_tokens", "and False", game=RUN),
     # ---- rule 4: every frame is answered, credits
     Mutant("dead frames are answered too", StageSession, "emit", "if nodes or prefix is None or batch.seq > prefix.seq", "if nodes"),
-    Mutant("dropped rows are counted", Lane, "finish", "self._drop(len(survivors) - len(live))", "pass"),
+    Mutant("dropped rows are counted", Lane, "finish", "self._drop(len(survivors) - len(live))", "pass", shape={"arena": 8, "blocks": (3, 3, 3), "max_rows": 8}, game={"hit": 0.5}),
     Mutant("no more candidates than credits", Stream, "room", "self.credits", "self.credits * 2", shape=CREDITS, game=RUN),
     Mutant("candidates wait for a free column", Lane, "_insert", "if self.arena.free == 0 and self.tree.fate(spec) is Fate.LIVE:", "if False:", shape=CREDITS),
     Mutant("two arenas may wait for late commits", Lane, "accept_nodes", "> 2 * self.arena.size + 2", "> self.arena.size", shape=CREDITS),
@@ -98,11 +101,11 @@ MUTANTS = [
     Mutant("the right candidate becomes the root", TokenTree, "commit", "if node.token == token), None)", "), None)"),
     Mutant("ids of committed nodes can be named", TokenTree, "_insert", "self._alias(spec.id, position)", "pass"),
     Mutant("ids of committed candidates can be named", TokenTree, "commit", "self._alias(hit.id, position)", "pass"),
-    Mutant("rows that died in a forward are not sent on", Lane, "finish", "[row for row in survivors if self.is_live(row)]", "list(survivors)"),
-    Mutant("rows that died between blocks leave the batch whole", Stage, "_prune", "self.family.select(shared, index)", "shared", shape={"blocks": (3, 3), "max_rows": 8, "arena": 8}),
-    Mutant("duplicates are known by the name of their twin", Lane, "forwarded_spec", "self._renamed.get(row.parent, row.parent)", "row.parent"),
-    Mutant("a duplicate of a canonical row is not computed again", Lane, "_insert", "if verdict.position == self.scheduled:", "if True:"),
-    Mutant("children of commits that are on their way wait", Lane, "_insert", "-spec.parent > self.tree.length", "False"),
+    Mutant("rows that died in a forward are not sent on", Lane, "finish", "[row for row in survivors if self.is_live(row)]", "list(survivors)", shape={"blocks": (3, 3)}, game={"ends": ("interrupt", "stop"), "turns": 3}),
+    Mutant("rows that died between blocks leave the batch whole", Stage, "_prune", "self.family.select(shared, index)", "shared", shape={"blocks": (3, 3), "max_rows": 8, "arena": 8}, game={"hit": 0.5}),
+    Mutant("duplicates are known by the name of their twin", Lane, "forwarded_spec", "self._renamed.get(row.parent, row.parent)", "row.parent", shape={"embed": True, "blocks": (1, 1, 1)}, game={"ends": ("run",), "hit": 0.9}),
+    Mutant("a duplicate of a canonical row is not computed again", Lane, "_insert", "if verdict.position == self.scheduled:", "if True:", shape={"embed": True, "blocks": (1, 1, 1)}, game={"ends": ("run",), "hit": 0.9}),
+    Mutant("children of commits that are on their way wait", Lane, "_insert", "-spec.parent > self.tree.length", "False", laps=True),
     # ---- the root
     Mutant("the first stage starts the row after a miss", Lane, "_commit", "elif self.inject", "elif False", shape={"embed": True}),
     Mutant("the client starts the row after a miss", Stream, "commit", "[] if self.finished else specs", "[]", shape={"embed": False}),

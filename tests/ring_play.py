@@ -130,6 +130,7 @@ class Game:
     longest: int = 10
     hit: float | None = None  # chance that a proposal is right; None: drawn for each client
     sampled: float = 0.1  # chance that a turn samples
+    patience: int = 60  # most steps of the world before an interruption
     clients: int = 1
     drain: bool = False  # let everything settle between turns
 
@@ -219,7 +220,7 @@ class _User:
 
     def _turn(self, requests: list[StreamRequest]) -> Iterator[bool]:
         rng, client, end = self.rng, self.client, self.rng.choice(self.game.ends)
-        client.interrupt_after = rng.randint(0, 60) if end == "interrupt" else None
+        client.interrupt_after = rng.randint(0, self.game.patience) if end == "interrupt" else None
         got: list[list[int]] = [[] for _ in requests]
         kept: dict[int, int] = {}
         complete = True
@@ -287,17 +288,25 @@ def check_ledger(client: Client) -> None:
             assert told == sum(getattr(state, f"total_{name}") for state in states), f"{name} rows do not add up"
 
 
-def commit_times(shape: RingShape, wrong: Collection[int], n: int) -> tuple[list[float], list[int]]:
-    """When each of `n` tokens reaches a client whose guess at the positions in `wrong` misses, once; links take 1 s,
-    compute nothing.
+def commit_times(
+    shape: RingShape, wrong: Collection[int] | None, n: int, commit_delay: float = 1.0
+) -> tuple[list[float], list[int]]:
+    """When each of `n` tokens reaches a client whose guess at the positions in `wrong` misses, once. Links take a
+    second, compute nothing.
 
+    :param wrong: None does not speculate
+    :param commit_delay: seconds from the verifier to the other stages
     :returns: times, and the rows that each stage computed
     """
     world = World(shape, vocab=16, timed=True)
     prompt = (3, 1, 2)
     text = [*prompt, *world.model.decode(prompt, len(prompt) + n)]
     config = SpecConfig(min_probability=0.0, hedges=0)
-    client = Client(world, config, lambda: ErringDrafter(text, {len(prompt) + i for i in wrong}))
+    client = Client(
+        world, config, lambda: None if wrong is None else ErringDrafter(text, {len(prompt) + i for i in wrong})
+    )
+    for link in world.links:
+        link.delay = commit_delay if link.name.startswith("commits") else 1.0
     times = []
     try:
         for _, tokens in client.decoder.decode([StreamRequest(prompt, len(text))]):

@@ -52,6 +52,7 @@ class Link:
         self.name, self.deliver, self.stage, self._world = name, deliver, stage, world
         self.queue: deque[tuple[float, bytes]] = deque()  # (time of arrival, frame)
         self.weight = world.rng.choice(world.weights)
+        self.delay = 1.0  # seconds, in timed worlds
         self.bytes_sent = 0
         world.links.append(self)
 
@@ -59,7 +60,7 @@ class Link:
         return self.put_bytes(encode(frame))
 
     def put_bytes(self, data: bytes) -> int:
-        self.queue.append((self._world.now + 1.0, data))
+        self.queue.append((self._world.now + self.delay, data))
         self.bytes_sent += len(data)
         return len(data)
 

@@ -238,11 +238,13 @@ def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, 
         flying.extend(stream.connection.session for stream in streams if stream.lap is not None)
         raise ZeroDivisionError
 
-    with model.inference_session(max_length=inputs.shape[1] + NEW):
+    with model.inference_session(max_length=inputs.shape[1] + NEW) as active:
         with pytest.raises(ZeroDivisionError):
             model.generate(inputs, attention_mask=mask, max_new_tokens=NEW, streamer=Caller(4, fail))
         out = model.generate(inputs, attention_mask=mask, max_new_tokens=NEW)
         assert out[:, inputs.shape[1] :].tolist() == [target[:NEW] for _, target in expected[:3]]
+        assert not any(stream.connection.session in flying for stream in active._decoder.streams)
+        assert model.last_stats.retries == 0
     deadline = time.monotonic() + 30
     while not all(session._closed for session in flying) and time.monotonic() < deadline:
         time.sleep(0.05)  # each ends with its lap

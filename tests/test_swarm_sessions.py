@@ -159,8 +159,7 @@ def test_stopping_criteria_end_a_run_and_the_session_goes_on(model: Any, toy_loc
 
 def test_killed_sessions_give_their_cache_back(swarm: Any, model: Any) -> None:
     decode(model, [1, 2, 3], 4)
-    wait_until(lambda: len({*free_cache(swarm)}) >= 1 and no_sessions(swarm), "sessions of earlier tests end")
-    before = free_cache(swarm)
+    before = settled_cache(swarm)
 
     def kill(ring: Ring, how: int) -> None:
         stages = ring._stages
@@ -188,7 +187,7 @@ def test_killed_sessions_give_their_cache_back(swarm: Any, model: Any) -> None:
 
 
 def test_interrupted_generation_leaves_the_model_usable(swarm: Any, model: Any, toy_local: Any) -> None:
-    before = free_cache(swarm)
+    before = settled_cache(swarm)
 
     class Interrupt:
         def __init__(self) -> None:
@@ -206,6 +205,13 @@ def test_interrupted_generation_leaves_the_model_usable(swarm: Any, model: Any, 
         model.generate(ids_of(ids), max_new_tokens=60, streamer=Interrupt())
     wait_until(lambda: no_sessions(swarm) and free_cache(swarm) == before, "the servers are clean")
     assert decode(model, ids, 10) == reference(toy_local, ids, 10)
+
+
+def settled_cache(swarm: Any) -> list[int]:
+    """Free bytes per server once everything that earlier tests opened is gone: all of each server's cache."""
+    sizes = [server.module_container.spec._loaded.memory_cache.max_size_bytes for server in swarm.servers]
+    wait_until(lambda: no_sessions(swarm) and free_cache(swarm) == sizes, "sessions of earlier tests end")
+    return sizes
 
 
 def no_sessions(swarm: Any) -> bool:
@@ -249,8 +255,25 @@ def test_only_announced_peers_may_feed_a_session(model: Any, swarm: Any, toy_loc
         for frame in (NodesFrame(0, 0, 1, ()), CommitFrame(0, 0, 0, (1,))):  # on the control stream of an inner stage
             ring.send(frame, stage=1)
             failure = ring.events.get(timeout=20)
-            assert "only" in str(failure)
+            assert "only" in str(failure)  # the stage's own reason, not that its neighbours lost it
+            assert failure.peer == ring.spans[1].peer
             break
+    finally:
+        ring.close()
+
+
+def test_a_cut_link_between_stages_is_told_by_its_ends(model: Any, swarm: Any) -> None:
+    """Both stages live and answer the client, only their stream to each other is gone."""
+    ring = open_ring(model._spec_host, model, model.spec, lanes=1, max_length=64)
+    try:
+        stage = swarm.servers[ROUTES[4][0]].module_container.spec.stage
+        (session,) = stage.sessions.values()
+        wait_until(lambda: bool(session.links), "the stages link")
+        session.loop.call_soon_threadsafe(lambda: session.links[0].task.cancel())
+        session.loop.call_soon_threadsafe(session.links[0]._writer.close)
+        failure = ring.events.get(timeout=20)
+        assert "lost stage" in str(failure)
+        assert failure.peer in (ring.spans[0].peer, ring.spans[1].peer)
     finally:
         ring.close()
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from bloombee_spec.cli.report import say
 from bloombee_spec.hosts.base import SUPPORTED, HostError, installed_hosts, load_host
+from bloombee_spec.patching.unified import PatchError
 
 
 class Problem(Exception):
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             say(f"{name:12} ok    {check()}")
         except Exception as e:
             failed += 1
-            say(f"{name:12} FAIL  {e if isinstance(e, (Problem, HostError)) else repr(e)}")
+            say(f"{name:12} FAIL  {e if isinstance(e, (Problem, HostError, PatchError)) else repr(e)}")
     return 1 if failed else 0
 
 
@@ -65,7 +66,7 @@ def _patches() -> str:
         if found.state is PatchState.UNRECOGNISED or (
             name == "hivemind-imports" and found.state is not PatchState.APPLIED
         ):
-            raise Problem(f"{name} is {found.state.value}: `bloombee-spec patch apply` says more")
+            raise Problem(f"{name} is {found.state.value}: run `bloombee-spec patch apply`")
     return ", ".join(f"{name} {found.state.value}" for name, found in states.items())
 
 
@@ -74,7 +75,10 @@ def _host_import() -> str:
 
 
 def _hivemind() -> str:
-    return metadata.version("hivemind")
+    try:
+        return metadata.version("hivemind")
+    except metadata.PackageNotFoundError:
+        raise Problem("not installed: pip install 'bloombee-spec[bloombee]'") from None
 
 
 def _p2pd() -> str:
@@ -100,6 +104,8 @@ def _torch() -> str:
 
 
 def _port(port: int) -> str:
+    if not 0 < port < 65536:
+        raise Problem("no such port: choose one from 1 to 65535")
     with socket.socket() as probe:
         try:
             probe.bind(("0.0.0.0", port))

@@ -226,17 +226,20 @@ class Ring:
                 if not isinstance(frame, ControlFrame):
                     self.events.put(frame)
                 elif frame.message.get("kind") == "Failure":
-                    self._fail(index, Failure.from_wire(frame.message).reason)
+                    failure = Failure.from_wire(frame.message)
+                    self._fail(index, failure.reason, failure.blame)
                 elif frame.message.get("kind") == "Statistics":
                     stage.statistics = Statistics.from_wire(frame.message)
                     return
         except (StreamClosed, FrameError) as e:
             self._fail(index, str(e))
 
-    def _fail(self, index: int, reason: str) -> None:
+    def _fail(self, index: int, reason: str, blame: int | None = None) -> None:
         if not self.closed:
             span = self.spans[index]
-            self.events.put(RingError(f"stage {index} ({span.start}:{span.end} at {span.peer}): {reason}", span.peer))
+            culprit = span if blame is None or blame >= len(self.spans) else self.spans[blame]
+            where = f"stage {index} ({span.start}:{span.end} at {span.peer})"
+            self.events.put(RingError(f"{where}: {reason}", culprit.peer))
 
     def close(self) -> list[Statistics | None]:
         """End the session everywhere; what the stages counted comes back, None where a stage did not answer. Never

@@ -147,6 +147,8 @@ def load_host() -> Host:
                 f"{name} {version} is installed but cannot be imported ({e}); run `bloombee-spec patch apply`, then "
                 "`bloombee-spec doctor`"
             ) from e
+        except AssertionError as e:  # how the host checks the version of transformers
+            raise HostError(f"{name} {version} does not work in this environment: {e}") from e
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
     raise HostError(f"found {listed}, which this version does not support; it works with {works}")
 

@@ -190,8 +190,8 @@ class SpecService(ServicerBase):
                 session.accept(decode(data), role, len(data))
                 self._wake()
         except StreamClosed:
-            sender = "predecessor" if role == DATA else "verifier"
-            session.fail(f"stage {session.open.stage} lost its {sender}")
+            sender = session.open.stage - 1 if role == DATA else session.open.stages - 1
+            session.lost(sender, f"stage {session.open.stage} lost stage {sender}")
         except FrameError as e:
             session.fail(f"stage {session.open.stage}: {e}")
 
@@ -200,5 +200,4 @@ async def _watch(reader: asyncio.StreamReader, session: StageSession, stage: int
     """Nobody answers on these streams: an end means that the neighbour is gone."""
     with contextlib.suppress(ConnectionError, OSError):
         await reader.read(1)
-    if not session.dead:
-        session.fail(f"stage {session.open.stage} lost stage {stage}")
+    session.lost(stage, f"stage {session.open.stage} lost stage {stage}")

@@ -27,6 +27,7 @@ from bloombee_spec.wire.frames import (
 from bloombee_spec.wire.messages import Failure, Open, Rule, Statistics
 from bloombee_spec.wire.streams import Outbox, StreamClosed
 
+NEIGHBOUR_GRACE = 1.0  # seconds for a neighbour's own words to arrive first
 CLIENT, DATA, COMMIT = "client", "data", "commit"  # what kind of stream a frame came on
 
 
@@ -67,6 +68,7 @@ class StageSession:
         self._unsent: list[tuple[list[bytes], list[bytes]]] | None = []  # results from before the link
         self.max_prefill = max_prefill
         self.closed = asyncio.Event()
+        self._losing: asyncio.TimerHandle | None = None
         self.dead = False  # read by the runtime thread between two blocks
         self.served = 0.0  # monotonic time of the last forward, for fairness between lanes
         self.arrived = time.monotonic()  # of the latest frame
@@ -212,29 +214,40 @@ class StageSession:
         if self._unsent is not None:
             self._unsent.append((encoded, broadcast))
             return
+        for data in broadcast:  # first of all: the commit overtakes the frames that it makes useless
+            for stage, box in enumerate(self._listener_boxes):
+                self._pass_on(data, box, stage)
+        for data in encoded:
+            self._pass_on(data, self._out_box, self.open.stage + 1)
+
+    def _pass_on(self, data: bytes, box: Outbox, stage: int) -> None:
         try:
-            for data in broadcast:  # first of all: the commit overtakes the frames that it makes useless
-                for box in self._listener_boxes:
-                    box.put_bytes(data)
-            for data in encoded:
-                self._out_box.put_bytes(data)
+            box.put_bytes(data)
         except StreamClosed as e:
-            self.fail(f"stage {self.open.stage} cannot pass on its results: {e}")
+            self.lost(stage, f"stage {self.open.stage} cannot pass on its results to stage {stage}: {e}")
 
     # ---------------------------------------------------------------- end
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, blame: int | None = None) -> None:
         """Tell the client why, and end the session. Event loop only."""
         if not self.closed.is_set():
             try:
-                self.client_box.put(ControlFrame(Failure(reason).to_wire()))
+                self.client_box.put(ControlFrame(Failure(reason, blame).to_wire()))
             except StreamClosed:
                 pass
         self.end()
 
+    def lost(self, stage: int, reason: str) -> None:
+        """A neighbour hung up: fail, unless within a moment the client, who hears the neighbour's own reason or is
+        closing all stages, ends the session. Event loop only."""
+        if self._losing is None and not self.dead:
+            self._losing = self.loop.call_later(NEIGHBOUR_GRACE, self.fail, reason, stage)
+
     def end(self) -> None:
         self.dead = True
         self.closed.set()
+        if self._losing is not None:
+            self._losing.cancel()
 
     def statistics(self) -> Statistics:
         boxes = [self.client_box, *self.links]

@@ -197,9 +197,13 @@ class Rule(Message):
 
 @dataclass(frozen=True)
 class Failure(Message):
-    """The session ends here; `reason` is for the user."""
+    """The session ends here; `reason` is for the user, `blame` the stage whose fault it is if it is another one."""
 
     reason: str
+    blame: int | None = None
+
+    def __post_init__(self) -> None:
+        _in_range(blame=(self.blame or 0, 0, MAX_STAGES - 1))
 
 
 @dataclass(frozen=True)
