@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 from benchmarks.wan import LinkShape, RelaySpec, WanRelays
+from bloombee_spec.hosts.base import host_package
 
 logger = logging.getLogger(__name__)
 
@@ -135,9 +137,7 @@ class InProcessSwarm:
 
     def _new_server(self, blocks: tuple[int, int], port: int, announced_port: int) -> Any:
         if self._factory is None:
-            from bloombee.server.server import Server
-
-            self._factory = Server
+            self._factory = import_module(f"{host_package()}.server.server").Server
         arguments = {
             "initial_peers": self.initial_peers,
             "dht_prefix": self.dht_prefix,
@@ -149,7 +149,7 @@ class InProcessSwarm:
             "num_handlers": 1,
             "torch_dtype": "float32",
             "device": "cpu",
-            "update_period": 5.0,
+            "update_period": 30.0,
             "skip_reachability_check": True,
             "reachable_via_relay": False,
             "use_relay": False,

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 MODES = ("auto", "ring", "relay", "off")
+LOSSY = ("never", "slow-links")
+PLANS = ("auto", "stream", "tree", "none")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class SpecConfig:
     """Candidates that are drafted and sent in one go."""
     max_depth: int = 64
     """Longest chain of candidates below the last committed token."""
+    plan: str = "auto"
+    """What the planner may choose from measured links, compute and acceptance: `auto` anything, `stream` candidates
+    that
+    follow each other without waiting, `tree` one synchronous tree per lap; both of the latter or nothing. `none`: no
+    planner."""
     min_probability: float | None = None
     """A candidate whose path is less likely than this is not sent. None: what one more row costs on this route
     (measured compute and bytes)
@@ -39,10 +46,17 @@ class SpecConfig:
     """Raise instead of falling back to the host's own path when the plugin cannot serve a call."""
     client_verifies: bool = False
     """Verify at the client even if the last stage has the LM head."""
+    direct_commits: bool = True
+    """The last stage tells all others itself what was committed. False: by way of the client, which takes longer; for
+    comparison."""
     client_embeds: bool = False
     """Send embeddings even if the first stage has the embedding table."""
-    codec: str = "raw"
-    """Activation codec between stages."""
+    codec: str = "auto"
+    """Activation codec between stages. `auto`: `raw` or `lossless`, link by link, whichever is faster as measured.
+    A name: that one on all links, lossy or not."""
+    lossy: str = "never"
+    """With `codec="auto"`: `slow-links` lets links that earlier sessions measured below 20 Mbit/s carry `int8`. The
+    text is then that of plain decoding with the same codecs (`last_stats.codecs`), not quite the swarm's own."""
     connect_timeout: float = 20.0
     """Seconds to open a session at all stages."""
     stall_timeout: float = 60.0
@@ -53,6 +67,10 @@ class SpecConfig:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"mode is {self.mode!r}, expected one of {', '.join(MODES)}")
+        if self.lossy not in LOSSY:
+            raise ValueError(f"lossy is {self.lossy!r}, expected one of {', '.join(LOSSY)}")
+        if self.plan not in PLANS:
+            raise ValueError(f"plan is {self.plan!r}, expected one of {', '.join(PLANS)}")
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from bloombee_spec.client.codecs import LinkCodecs
 from bloombee_spec.client.decoder import RingDecoder
-from bloombee_spec.client.ring import RingError, StageInfo
+from bloombee_spec.client.info import StageInfo
+from bloombee_spec.client.ring import RingError
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Span
@@ -31,6 +33,8 @@ class Client:
         self.world, shape, number = world, world.shape, len(world.clients)
         self.arena, self.embeds, self.verifies = min(shape.arena, config.max_candidates), shape.embed, shape.verify
         self.max_prefill = shape.chunk
+        self.meter = None
+        self.codecs = LinkCodecs(["raw"] * (len(shape.blocks) + 1))
         ends = list(accumulate(shape.blocks))
         self.spans = [Span(f"stage{i}", end - n, end) for i, (end, n) in enumerate(zip(ends, shape.blocks))]
         self.infos = [
@@ -152,6 +156,10 @@ class Client:
     def send_rule(self, rule: Rule) -> None:
         for stage in sorted({0, len(self.spans) - 1}):
             self._up[stage].put(ControlFrame(rule.to_wire()))
+
+    def commit(self, frame: CommitFrame) -> None:
+        if not self.verifies:
+            self.broadcast(CommitFrame(frame.lane, frame.epoch, frame.position, frame.tokens))
 
     def broadcast(self, frame: CommitFrame | RewindFrame) -> int:
         return sum(link.put(frame) for link in self._up)

@@ -180,7 +180,7 @@ class _User:
     def __init__(self, world: World, game: Game, rng: random.Random):
         self.world, self.game, self.rng = world, game, rng
         hit, chain = rng.choice((0.0, 0.5, 0.9, 1.0)) if game.hit is None else game.hit, rng.random() < 0.3
-        config = SpecConfig(min_probability=rng.choice((0.0, 0.0, 0.3)), burst=rng.choice((1, 4, 16)))
+        config = SpecConfig(plan="none", min_probability=rng.choice((0.0, 0.0, 0.3)), burst=rng.choice((1, 4, 16)))
         how = rng.choice(("instant", "steps")) if game.drafting == "any" else game.drafting
         drafters = [RandomDrafter(world.model, rng, hit, chain, how != "thread") for _ in range(world.shape.lanes)]
         giving = iter(drafters if game.speculate and rng.random() < 0.9 else [None] * len(drafters))
@@ -301,7 +301,7 @@ def commit_times(
     world = World(shape, vocab=16, timed=True)
     prompt = (3, 1, 2)
     text = [*prompt, *world.model.decode(prompt, len(prompt) + n)]
-    config = SpecConfig(min_probability=0.0, hedges=0)
+    config = SpecConfig(plan="none", min_probability=0.0, hedges=0)
     client = Client(
         world, config, lambda: None if wrong is None else ErringDrafter(text, {len(prompt) + i for i in wrong})
     )

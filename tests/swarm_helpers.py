@@ -20,8 +20,8 @@ from bloombee_spec.draft.scripted import Script, ScriptedDrafter
 SPANS = [(0, 8), (0, 4), (4, 8), (0, 2), (2, 5), (5, 8), (5, 6), (6, 8)]
 ROUTES = {1: (0,), 2: (1, 2), 3: (3, 4, 5), 4: (3, 4, 6, 7)}
 VOCAB = 211
-PLAIN = SpecConfig(strict=True, speculate=False)
-SUFFIX = SpecConfig(strict=True, drafter="suffix")
+PLAIN = SpecConfig(strict=True, plan="none", speculate=False)
+SUFFIX = SpecConfig(strict=True, plan="none", drafter="suffix")
 
 
 def prompts(n: int, vocab: int, length: int = 9, seed: int = 0) -> list[list[int]]:

@@ -122,5 +122,5 @@ def test_a_server_without_the_adapter_refuses_the_session(servers: Any, base: An
     with pytest.raises(RingError, match=f"adapter '{ADAPTER}' is not loaded here"):
         Ring.open(
             base._spec_host, base, [span], [info], lanes=1, max_length=64, arena=8, embed=True, verify=True,
-            codec="raw", adapter=ADAPTER, timeout=20,
+            codecs=["raw"] * 2, adapter=ADAPTER, timeout=20,
         )  # fmt: skip

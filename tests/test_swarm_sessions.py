@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hivemind.p2p import PeerID
+from host_helpers import PACKAGE
 from swarm_helpers import PLAIN, ROUTES, SUFFIX, VOCAB, client, decode, free_cache, prompts, reference, respec
 
 from bloombee_spec.client.ring import Ring
@@ -76,12 +77,14 @@ def test_plugin_and_host_turns_mix_in_one_session(model: Any, toy_local: Any) ->
         with model.inference_session(max_length=96):
             one = model.generate(ids_of(first), max_new_tokens=10)
             assert model.last_stats.mode == "ring"
-            two = model.generate(None, max_new_tokens=6, return_dict_in_generate=True).sequences  # the host's own path
+            respec(model, mode="off")
+            two = model.generate(None, max_new_tokens=6)  # the host's own path
             assert model.last_stats is None
+            respec(model, mode="auto")
             three = model.generate(None, max_new_tokens=10)
             assert model.last_stats.mode == "ring"
     finally:
-        respec(model, strict=True)
+        respec(model, strict=True, mode="auto")
     whole = one[0].tolist() + two[0].tolist() + three[0].tolist()
     assert whole == first + reference(toy_local, first, 26)
 
@@ -287,13 +290,20 @@ def test_a_stage_refuses_what_it_cannot_hold(model: Any) -> None:
     infos, spans = ring.infos, ring.spans
     ring.close()
     common: dict[str, Any] = dict(
-        lanes=1, max_length=64, arena=8, embed=True, verify=True, codec="raw", adapter=None, timeout=20
+        lanes=1,
+        max_length=64,
+        arena=8,
+        embed=True,
+        verify=True,
+        codecs=["raw"] * (len(spans) + 1),
+        adapter=None,
+        timeout=20,
     )
     for changes, reason in (
         ({"max_length": 1 << 20}, "max_length"),
         ({"lanes": 200}, "lanes"),
         ({"adapter": "none/such"}, "adapter"),
-        ({"codec": "no-such-codec"}, "codec"),
+        ({"codecs": ["no-such-codec"] * (len(spans) + 1)}, "codec"),
     ):
         with pytest.raises(RingError, match=reason):
             Ring.open(model._spec_host, model, spans, infos, **{**common, **changes})
@@ -343,8 +353,9 @@ def snapshot():
                         if not attribute.startswith(("_abc", "__doc__", "__weakref__", "__dict__")):
                             found[name, key, attribute] = id(inner)
     return found
-import bloombee, bloombee.server.server, bloombee.server.handler, bloombee.cli.run_server
-import bloombee.client.inference_session, bloombee.models.llama.speculative_model
+from importlib import import_module
+for path in ("server.server", "server.handler", "cli.run_server", "client.inference_session", "models.llama.model"):
+    import_module("{PACKAGE}." + path)
 before = snapshot()
 import torch
 from benchmarks.inprocess_swarm import InProcessSwarm

@@ -77,22 +77,29 @@ class Candidates:
     :param vocab_size: proposals outside the target's vocabulary are left out
     """
 
+    PROBE = 4  # candidates that a planned probe sends
+
     def __init__(self, tree: TokenTree, min_chance: float, vocab_size: int):
         self.tree, self.min_chance, self.vocab_size = tree, min_chance, vocab_size
         self.root_ref = 0  # how a child of the root names its parent
         self.root_lap = 0
         self.epoch = 0
         self.trust = Trust()
-        self._probing = False
+        self._probing = 0  # candidates to send regardless of trust
         self._root_asked = False
         self._marks: dict[int, _Mark] = {}
         self._next_id = 0
 
-    def restart(self, root_ref: int, lap: int) -> None:
-        """A new root without candidates."""
+    def restart(self, root_ref: int, lap: int, probe: bool = False) -> None:
+        """A new root without candidates.
+
+        :param probe: send what the drafter proposes next, however little it was right lately
+        """
         self.root_ref, self.root_lap = root_ref, lap
         self.epoch += 1
-        self._probing = not self._marks and self.trust.probe()
+        self._probing = 1 if not self._marks and self.trust.probe() else 0
+        if probe:
+            self._probing = self.PROBE
         self._root_asked, self._marks = False, {}
 
     def move(self, commit: Commit) -> int:
@@ -106,19 +113,28 @@ class Candidates:
             other.chance = min(1.0, other.chance / max(mark.chance, 1e-9))
         return mark.depth
 
-    def judge(self, token: int) -> None:
-        """The next token is `token`: what that says about the drafter. Call before the tree commits it."""
-        for node in self.tree.roots:
+    def judge(self, token: int) -> tuple[int | None, int] | None:
+        """The next token is `token`: what that says about the drafter. Call before the tree commits it.
+
+        :returns: rank among the root's children of the one that is right (None: none is), depth at which they were
+            drafted; None when there were none
+        """
+        hit: int | None = None
+        for rank, node in enumerate(self.tree.roots):
             self.trust.record(self._marks[node.id].promised, node.token == token)
+            hit = rank if node.token == token else hit
+        if not self.tree.roots:
+            return None
+        return hit, self._marks[self.tree.roots[0].id].depth
 
     def correct(self, token: int) -> NodeSpec:
         """The committed token as a node of our own, for stages that cannot start it: call before `restart`."""
         return NodeSpec(self._take_id(), self.root_ref, token)
 
-    def next_ask(self, room: int, max_depth: int, deepest: int) -> Ask | None:
+    def next_ask(self, room: int, max_depth: int, deepest: int, layers: int = 1 << 16) -> Ask | None:
         """The most likely place where the drafter was not asked yet; it counts as asked from now on.
 
-        :param deepest: largest position a candidate may have
+        :param deepest: largest position a candidate may have; `layers` most layers of one answer
         """
         heap = [] if self._root_asked else [(-1.0, -1)]
         heap += [(-mark.chance, node_id) for node_id, mark in self._marks.items() if not mark.asked]
@@ -133,7 +149,7 @@ class Candidates:
             else:
                 self._marks[node_id].asked = True
             path = () if anchor is None else tuple([node.token for node in anchor.path()])
-            depth = min(max_depth - len(path), deepest - (self.tree.length - 1 + len(path)))
+            depth = min(layers, max_depth - len(path), deepest - (self.tree.length - 1 + len(path)))
             if depth > 0:
                 return Ask(anchor, path, room, depth, -chance, self.tree.length, self.epoch)
         return None
@@ -155,7 +171,7 @@ class Candidates:
         specs: list[NodeSpec] = []
         placed: list[Node | None] = []
         trust = 1.0 if self._probing else self.trust.factor
-        room = min(room, 1) if self._probing else room
+        room = min(room, self._probing) if self._probing else room
         deepest = ask.length - 1 + len(ask.path) + ask.depth
         for proposal in proposals:
             top = proposal.parent < 0

@@ -14,14 +14,14 @@ import torch
 from bloombee_spec.choose import make_chooser
 from bloombee_spec.client.drafting import Drafting
 from bloombee_spec.client.local_verifier import LocalVerifier
+from bloombee_spec.client.peers import remember
 from bloombee_spec.client.ring import Ring, RingError
 from bloombee_spec.client.stream import Stream, StreamRequest
-from bloombee_spec.client.worth import Worth
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host
 from bloombee_spec.tree import NodeSpec
-from bloombee_spec.wire.activations import CodecError, get_codec
+from bloombee_spec.wire.activations import CodecError
 from bloombee_spec.wire.frames import (
     CommitFrame,
     ControlFrame,
@@ -32,6 +32,7 @@ from bloombee_spec.wire.frames import (
     RewindFrame,
     encode,
 )
+from bloombee_spec.wire.link_codec import LinkCodec
 from bloombee_spec.wire.messages import Rule, Statistics
 
 
@@ -43,21 +44,20 @@ class RingDecoder:
         new_drafter: Callable[[], Drafter | None],
     ):  # fmt: skip
         self._host, self._model, self.ring, self._config = host, model, ring, config
-        worth = Worth(ring.spans, ring.infos)
         self.streams = [
             Stream(
                 lane, new_drafter(), config, credits=ring.arena, inject=ring.embeds,
-                vocab_size=model.config.vocab_size, worth=worth,
+                vocab_size=model.config.vocab_size, meter=ring.meter,
             )
             for lane in range(lanes)
         ]  # fmt: skip
         info = ring.infos[0]
-        self._codec, self._dtype = get_codec(config.codec), getattr(torch, info.dtype)
+        self._codec, self._dtype = LinkCodec(ring.codecs.names[0]), getattr(torch, info.dtype)
         self._verifier: LocalVerifier | None = None
         if not ring.verifies:
             self._verifier = LocalVerifier(
                 lanes, arena=ring.arena, max_length=max_length, head=lambda rows: host.logits(model, rows),
-                codec=self._codec, hidden=info.hidden, dtype=self._dtype,
+                codec=LinkCodec(ring.codecs.names[-1]), hidden=info.hidden, dtype=self._dtype,
             )  # fmt: skip
         self._seq = itertools.count(1)
         self.first_token_at: float | None = None
@@ -75,8 +75,14 @@ class RingDecoder:
             self._begin(stream, request)
         while not all(stream.finished for stream in self.streams):
             frame = self._next_event()
+            if frame is None:
+                for stream in self.streams:
+                    self._supply(stream)
+                continue
             commit = self._verified(frame)
             stream = self.streams[commit.lane]
+            if commit.tokens:
+                self.ring.commit(commit)  # first of all: it overtakes the frames that it makes useless
             try:
                 with stream.lock:
                     tokens, specs = stream.commit(commit)
@@ -105,6 +111,8 @@ class RingDecoder:
         for stream in self.streams:
             if stream.drafter is not None:
                 stream.drafter.close()
+        if self.ring.meter is not None:
+            remember(self.ring.meter)
         return self.ring.close()
 
     def _begin(self, stream: Stream, request: StreamRequest) -> None:
@@ -115,7 +123,7 @@ class RingDecoder:
             sampling = dict(request.sampling or {})
             self.ring.send_rule(Rule(stream.lane, stream.epoch, request.stop_tokens, sampling, request.row))
             if self._verifier is not None:
-                chooser = make_chooser(sampling, request.row, self._model.config.vocab_size)
+                chooser = request.chooser or make_chooser(sampling, request.row, self._model.config.vocab_size)
                 self._verifier.set_rule(stream.lane, stream.epoch, request.stop_tokens, chooser)
             for frame in frames:
                 self._send(replace(frame, seq=next(self._seq)))
@@ -141,10 +149,15 @@ class RingDecoder:
             frame = replace(frame, n_rows=len(tokens), rows=rows)
         return self.ring.send(frame)
 
-    def _next_event(self) -> Frame:
+    def _next_event(self) -> Frame | None:
+        """None: a link that was busy is free again, and candidates wait for it."""
+        pauses = [] if self._drafting is not None else [stream.pause() for stream in self.streams]
+        pause = min((pause for pause in pauses if pause > 0), default=0.0)
         try:
-            event = self.ring.events.get(timeout=self._config.stall_timeout)
+            event = self.ring.events.get(timeout=pause or self._config.stall_timeout)
         except queue.Empty:
+            if pause:
+                return None
             raise RingError(f"no answer from the ring for {self._config.stall_timeout:.0f} s") from None
         if isinstance(event, RingError):
             raise event
@@ -166,6 +179,4 @@ class RingDecoder:
             commit = self._verifier.accept(frame)
         except (FrameError, CodecError) as e:
             raise RingError(f"the last stage sent rows that cannot be used: {e}", last) from None
-        if commit.tokens:
-            self.ring.broadcast(CommitFrame(commit.lane, commit.epoch, commit.position, commit.tokens))
         return commit

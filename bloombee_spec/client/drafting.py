@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 from hivemind.utils.logging import get_logger
 
-from bloombee_spec.client.stream import Stream, think
+from bloombee_spec.client.stream import Stream
+from bloombee_spec.client.think import think
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.cache import fan_out, whole
 from bloombee_spec.tree import Node, NodeSpec
@@ -59,7 +60,10 @@ class Drafting:
                     busy = [stream for stream in self._streams if self._hedge(stream)]
                 with self._wake:
                     while not busy and self._news == seen and not self._closed:
-                        self._wake.wait()
+                        pauses = [stream.pause() for stream in self._streams]
+                        pause = min((pause for pause in pauses if pause > 0), default=None)
+                        if not self._wake.wait(pause):
+                            break
         except BaseException as e:
             self.failure = e
             logger.warning("Drafting failed; decoding goes on without candidates", exc_info=True)
@@ -67,6 +71,8 @@ class Drafting:
     def _supply(self, stream: Stream) -> bool:
         """One question to the drafter, its answer on the way; false when the stream needs nothing."""
         with stream.lock:
+            if stream.pause() > 0:
+                return False
             ask, drafter = stream.ask(), stream.drafter
             if ask is None or drafter is None:
                 return False
@@ -74,7 +80,7 @@ class Drafting:
         started = time.perf_counter()
         proposals = think(drafter, lessons, ask, interrupted=self._void(stream, ask.epoch))
         with stream.lock:
-            stream.tally.draft_s += time.perf_counter() - started
+            stream.drafted(time.perf_counter() - started, proposals)
             specs = stream.answer(ask, proposals)
             if specs:
                 self._send(stream, specs)
@@ -92,10 +98,11 @@ class Drafting:
         :returns: whether there was one left to prepare
         """
         drafter = stream.drafter
-        if drafter is None or not self._config.hedges:
+        if drafter is None:
             return False
         with stream.lock:
-            if stream.finished or len(stream.hedges) >= self._config.hedges:
+            budget = stream.hedge_budget
+            if stream.finished or len(stream.hedges) >= budget:
                 return False
             epoch, lessons = stream.candidates.epoch, stream.lessons()
             path, length = _likely_path(stream), stream.tree.length
@@ -104,7 +111,7 @@ class Drafting:
         for start_over, tokens in lessons:
             drafter.start(tokens) if start_over else drafter.observe(tokens)
         void = self._void(stream, epoch)
-        shares = whole(fan_out(min(hit, 0.98), len(path), self._config.hedges, REUSE))
+        shares = whole(fan_out(min(hit, 0.98), len(path), budget, REUSE))
         for depth, share in enumerate(shares):
             if not share or void():
                 continue

@@ -10,8 +10,8 @@ import torch
 from bloombee_spec.choose import Chooser
 from bloombee_spec.lane import Lane
 from bloombee_spec.verify import Head, Verifier
-from bloombee_spec.wire.activations import ActivationCodec
 from bloombee_spec.wire.frames import CommitFrame, NodesFrame, PrefixFrame, RewindFrame
+from bloombee_spec.wire.link_codec import LinkCodec
 
 
 class LocalVerifier:
@@ -27,7 +27,7 @@ class LocalVerifier:
         arena: int,
         max_length: int,
         head: Head,
-        codec: ActivationCodec,
+        codec: LinkCodec,
         hidden: int,
         dtype: torch.dtype,
     ):

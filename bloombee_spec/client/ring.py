@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import queue
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 from hivemind.p2p import PeerID
-from hivemind.proto import runtime_pb2
 
+from bloombee_spec.client.codecs import LinkCodecs
+from bloombee_spec.client.info import StageInfo
+from bloombee_spec.client.measured import RouteMeter
 from bloombee_spec.hosts.base import Host, Span
-from bloombee_spec.server.service import STREAM_PROTOCOL, WRITE_TIMEOUT, SpecService
-from bloombee_spec.wire.frames import PROTOCOL_VERSION, ControlFrame, Frame, FrameError, RewindFrame, decode, encode
+from bloombee_spec.server.service import STREAM_PROTOCOL, WRITE_TIMEOUT
+from bloombee_spec.wire.frames import CommitFrame, ControlFrame, Frame, FrameError, RewindFrame, decode, encode
 from bloombee_spec.wire.messages import (
     SESSION_BYTES,
     Close,
@@ -23,8 +25,10 @@ from bloombee_spec.wire.messages import (
     Link,
     Open,
     Opened,
+    Report,
     Rule,
     Statistics,
+    UseCodec,
 )
 from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame, read_frame_bytes
 
@@ -41,33 +45,13 @@ class RingError(RuntimeError):
         self.peer, self.retriable = peer, retriable
 
 
-@dataclass(frozen=True)
-class StageInfo:
-    """What `rpc_spec_info` says about a server; sizes in tokens, rows or bytes, times in seconds."""
-
-    peer: str
-    start: int
-    end: int
-    family: str
-    embed: bool
-    lm_head: bool
-    dtype: str
-    hidden: int
-    codecs: tuple[str, ...]
-    adapters: tuple[str, ...]
-    max_length: int
-    max_lanes: int
-    max_arena: int
-    max_prefill: int
-    row_seconds: dict[int, float]
-
-
 @dataclass(eq=False)
 class _Stage:
     span: Span
     reader: asyncio.StreamReader
     box: Outbox
     task: asyncio.Task[None] | None = None
+    linking_since: float = 0.0
     bytes_received: int = 0
     statistics: Statistics | None = None
     closed: bool = False
@@ -84,10 +68,13 @@ class Ring:
     ):
         self._host, self.spans, self.infos = host, tuple(spans), tuple(infos)
         self.arena, self.embeds, self.verifies = arena, embed, verify
+        self.meter = RouteMeter(spans, infos, embeds=embed, verifies=verify)
         self.max_prefill = min(info.max_prefill for info in infos)
         self.events: queue.Queue[Frame | RingError] = queue.Queue()
         self._stages: list[_Stage] = []
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.direct_commits = verify
+        self.codecs = LinkCodecs(())
         self.closed = False
 
     @classmethod
@@ -103,17 +90,22 @@ class Ring:
         arena: int,
         embed: bool,
         verify: bool,
-        codec: str,
+        codecs: Sequence[str],
         adapter: str | None,
         timeout: float,
+        direct_commits: bool = True,
     ) -> Ring:
         """
         :param spans: the route, covering all blocks in order
+        :param codecs: of each link, from the client around to the client, see `wire.link_codec`
         :param embed: let the first stage embed; `verify` let the last stage verify
+        :param direct_commits: the last stage tells the other stages itself; otherwise the client has to (`commits`)
         :raises RingError: a stage cannot be reached or refuses, or `timeout` seconds passed
         """
         arena = min(arena, *(info.max_arena for info in infos))
         ring = cls(host, spans, infos, arena, embed, verify)
+        ring.codecs = LinkCodecs(codecs)
+        ring.direct_commits = direct = verify and direct_commits
         session = secrets.token_bytes(SESSION_BYTES)
         requests = [
             Open(
@@ -121,10 +113,10 @@ class Ring:
                 max_length=max_length, arena=arena,
                 previous=spans[i - 1].peer if i else None,
                 next=spans[i + 1].peer if i + 1 < len(spans) else None,
-                verifier=spans[-1].peer if verify else None,
-                listeners=tuple(s.peer for s in spans[:-1]) if verify and i == len(spans) - 1 else (),
+                verifier=spans[-1].peer if direct else None,
+                listeners=tuple(s.peer for s in spans[:-1]) if direct and i == len(spans) - 1 else (),
                 embed=embed and i == 0, verify=verify and i == len(spans) - 1,
-                codec=codec, codec_in=codec, adapter=adapter,
+                codec=codecs[i + 1], codec_in=codecs[i], adapter=adapter,
             )
             for i, span in enumerate(spans)
         ]  # fmt: skip
@@ -148,9 +140,15 @@ class Ring:
         """To the first stage, which starts canonical rows, and to the last one, which verifies."""
         self._send_bytes(encode(ControlFrame(rule.to_wire())), sorted({0, len(self.spans) - 1}))
 
-    def broadcast(self, frame: Frame) -> int:
-        """A rewind, or a client's commit, to every stage directly."""
-        return self._send_bytes(encode(frame), range(len(self.spans))) * len(self.spans)
+    def broadcast(self, frame: Frame) -> None:
+        """A rewind to every stage directly."""
+        self._send_bytes(encode(frame), range(len(self.spans)))
+
+    def commit(self, frame: CommitFrame) -> None:
+        """Tell the stages what was committed, unless their verifier does."""
+        if not self.direct_commits:
+            told = range(len(self.spans) - self.verifies)
+            self._send_bytes(encode(CommitFrame(frame.lane, frame.epoch, frame.position, frame.tokens)), told)
 
     def rewind(self, lane: int, epoch: int, position: int) -> None:
         self.broadcast(RewindFrame(lane, epoch, position))
@@ -194,6 +192,7 @@ class Ring:
             if isinstance(result, BaseException):
                 raise RingError(f"cannot open a session at {span.peer}: {result!r}", span.peer) from result
         for index, stage in enumerate(self._stages):
+            stage.linking_since = time.monotonic()
             stage.box.put(ControlFrame(Link().to_wire()))
             stage.task = asyncio.ensure_future(self._read(index))
 
@@ -228,11 +227,22 @@ class Ring:
                 elif frame.message.get("kind") == "Failure":
                     failure = Failure.from_wire(frame.message)
                     self._fail(index, failure.reason, failure.blame)
+                elif frame.message.get("kind") == "Linked":
+                    self.meter.answered(index, time.monotonic() - stage.linking_since)
+                elif frame.message.get("kind") == "Report":
+                    self.meter.reported(index, Report.from_wire(frame.message))
+                    self._choose_codec(index)
                 elif frame.message.get("kind") == "Statistics":
                     stage.statistics = Statistics.from_wire(frame.message)
                     return
         except (StreamClosed, FrameError) as e:
             self._fail(index, str(e))
+
+    def _choose_codec(self, index: int) -> None:
+        """A stage reported what its codecs cost: the planner's choice for the link behind it."""
+        better = self.codecs.better(index + 1, self.meter)
+        if better is not None:
+            self._put(encode(ControlFrame(UseCodec(better).to_wire())), (index,))
 
     def _fail(self, index: int, reason: str, blame: int | None = None) -> None:
         if not self.closed:
@@ -264,26 +274,3 @@ class Ring:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*[stage.box.aclose(0.5) for stage in self._stages])
-
-
-async def fetch_info(p2p: Any, peer: str, timeout: float) -> StageInfo | None:
-    """What a server says about itself; None when it has no plugin, or does not answer, or answers nonsense."""
-    try:
-        stub = SpecService.get_stub(p2p, PeerID.from_base58(peer))
-        reply = await stub.rpc_spec_info(runtime_pb2.ExpertUID(), timeout=timeout)
-        if len(reply.serialized_info) > 1 << 16:
-            return None
-        info = msgpack.unpackb(reply.serialized_info, strict_map_key=True, max_ext_len=0)
-        if info["protocol"] != PROTOCOL_VERSION:
-            return None
-        return StageInfo(
-            peer=peer, start=int(info["start"]), end=int(info["end"]), family=str(info["family"]),
-            embed=bool(info["embed"]), lm_head=bool(info["lm_head"]), dtype=str(info["dtype"]),
-            hidden=int(info["hidden"]),
-            codecs=tuple(map(str, info["codecs"])), adapters=tuple(map(str, info["adapters"])),
-            max_length=int(info["max_length"]), max_lanes=int(info["max_lanes"]), max_arena=int(info["max_arena"]),
-            max_prefill=int(info["max_prefill"]),
-            row_seconds={int(rows): float(seconds) for rows, seconds in info["row_seconds"].items()},
-        )  # fmt: skip
-    except Exception:
-        return None

@@ -8,7 +8,10 @@ from typing import Any
 
 from hivemind.utils.logging import get_logger
 
-from bloombee_spec.client.ring import Ring, StageInfo, fetch_info
+from bloombee_spec.client.codecs import agree
+from bloombee_spec.client.info import StageInfo, fetch_info
+from bloombee_spec.client.peers import recall
+from bloombee_spec.client.ring import Ring
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.hosts.base import Host
 
@@ -53,7 +56,8 @@ def open_ring(host: Host, model: Any, config: SpecConfig, *, lanes: int, max_len
     infos = {
         peer: info
         for peer, info in plugin_servers(host, model).items()
-        if info.max_lanes >= lanes and info.max_length >= max_length and config.codec in info.codecs
+        if info.max_lanes >= lanes and info.max_length >= max_length
+        and (config.codec == "auto" or config.codec in info.codecs)
         and (adapter is None or adapter in info.adapters)
     }  # fmt: skip
     n_blocks = model.config.num_hidden_layers
@@ -65,9 +69,12 @@ def open_ring(host: Host, model: Any, config: SpecConfig, *, lanes: int, max_len
         )
     spans = host.route(model, list(infos), cache_tokens=lanes * max_length)
     chosen = [infos[span.peer] for span in spans]
-    return Ring.open(
+    ring = Ring.open(
         host, model, spans, chosen, lanes=lanes, max_length=max_length, arena=config.max_candidates,
         embed=chosen[0].embed and spans[0].start == 0 and not config.client_embeds,
         verify=chosen[-1].lm_head and spans[-1].end == n_blocks and not config.client_verifies,
-        codec=config.codec, adapter=adapter, timeout=config.connect_timeout,
+        codecs=agree(config, spans, chosen), adapter=adapter, timeout=config.connect_timeout,
+        direct_commits=config.direct_commits,
     )  # fmt: skip
+    recall(ring.meter)
+    return ring

@@ -4,7 +4,7 @@ needed."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from bloombee_spec.client.routing import NoPluginRoute, open_ring
 from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
+from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host, NoRoute
 
 logger = get_logger(__name__)
@@ -31,9 +32,12 @@ class SpecSession:
     """
 
     def __init__(self, host: Host, model: Any, config: SpecConfig, max_length: int):
+        self._drafters: Callable[[], Drafter | None] | None = None  # what the present decoder drafts with
+        self._bytes_before = (0, 0)  # of rings that are gone
         self._host, self._model, self._config = host, model, config
         self._max_length = max_length
         self.output_ids: torch.Tensor | None = None  # [batch, length]: the host appends its next input to these
+        self.padding: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and mask of the last call's input
         self.past_key_values = None
         self._decoder: RingDecoder | RelayDecoder | None = None
         self._host_session: Any = None
@@ -44,9 +48,12 @@ class SpecSession:
 
     # ---------------------------------------------------------------- ring
 
-    def decode(self, requests: Sequence[StreamRequest]) -> Iterator[tuple[int, list[int]]]:
+    def decode(
+        self, requests: Sequence[StreamRequest], new_drafter: Callable[[], Drafter | None] | None = None
+    ) -> Iterator[tuple[int, list[int]]]:
         """`(lane, new tokens)` until all streams end. A broken ring is rebuilt at the last committed token.
 
+        :param new_drafter: instead of the model's own, for this call
         :raises RingError: it broke more often than the configuration allows; the tokens so far stay in the session
         """
         self._check_open()
@@ -55,12 +62,22 @@ class SpecSession:
             raise ValueError(
                 f"maximum length exceeded: {longest} tokens, the session was opened for {self._max_length}"
             )
+        try:
+            yield from self._decode(requests, new_drafter or self._model._new_drafter)
+        finally:
+            for request in requests:
+                if request.chooser is not None and hasattr(request.chooser, "close"):
+                    request.chooser.close()
+
+    def _decode(
+        self, requests: Sequence[StreamRequest], new_drafter: Callable[[], Drafter | None]
+    ) -> Iterator[tuple[int, list[int]]]:
         retries = 0
         self._pending = pending = list(requests)
         while True:
             decoder = None
             try:
-                decoder = self._decoder_for(len(requests))
+                decoder = self._decoder_for(requests, new_drafter)
                 for stream in decoder.streams:
                     stream.tally.retries = retries
                 for lane, tokens in decoder.decode(pending):
@@ -87,16 +104,26 @@ class SpecSession:
         if self._decoder is not None:
             self._decoder.stop(lane, length)
 
-    def _decoder_for(self, lanes: int) -> RingDecoder | RelayDecoder:
+    def _decoder_for(
+        self, requests: Sequence[StreamRequest], drafters: Callable[[], Drafter | None]
+    ) -> RingDecoder | RelayDecoder:
+        """The present one, or another where the call needs to verify at the client, or drafts with something else."""
+        lanes = len(requests)
         if self._decoder is not None and len(self._decoder.streams) != lanes:
             raise ValueError(f"this session has {len(self._decoder.streams)} rows, the call has {lanes}")
+        at_client = any(request.chooser is not None for request in requests)
+        if (at_client and self._ring is not None and self._ring.verifies) or drafters is not self._drafters:
+            self._drop_ring()
         if self._decoder is None:
             started = time.perf_counter()
-            self._decoder = self._new_decoder(lanes)
+            config = replace(self._config, client_verifies=True) if at_client else self._config
+            self._decoder, self._drafters = self._new_decoder(lanes, config, drafters), drafters
             self._open_s = time.perf_counter() - started
         return self._decoder
 
-    def _new_decoder(self, lanes: int) -> RingDecoder | RelayDecoder:
+    def _new_decoder(
+        self, lanes: int, config: SpecConfig, drafters: Callable[[], Drafter | None]
+    ) -> RingDecoder | RelayDecoder:
         """
         :raises NoPluginRoute: the swarm has no ring, and the configuration insists on one
         """
@@ -104,20 +131,20 @@ class SpecSession:
         reason = "the configuration asks for it"
         if self._config.mode != "relay":
             try:
-                ring = open_ring(self._host, self._model, self._config, **sizes)
-                return RingDecoder(
-                    self._host, self._model, ring, self._config, **sizes, new_drafter=self._model._new_drafter
-                )
+                ring = open_ring(self._host, self._model, config, **sizes)
+                return RingDecoder(self._host, self._model, ring, config, **sizes, new_drafter=drafters)
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
                 if self._config.mode == "ring":
                     raise
                 reason = str(e)
         if "relay" not in self._model._spec_said:
             self._model._spec_said.add("relay")
-            logger.info(f"Speculating in relay mode, through the host's own sessions: {reason}")
-        return RelayDecoder(self._host, self._model, self._config, **sizes, new_drafter=self._model._new_drafter)
+            how = "Speculating" if self._host.can_rewind else f"No speculation ({self._host.name} cannot step back)"
+            logger.info(f"{how} in relay mode, through the host's own sessions: {reason}")
+        return RelayDecoder(self._host, self._model, config, **sizes, new_drafter=drafters)
 
     def _drop_ring(self) -> None:
+        self._bytes_before = self.ring_bytes
         if self._decoder is not None:
             self._decoder.close()
             self._decoder = None
@@ -153,6 +180,16 @@ class SpecSession:
         self._position += inputs.shape[1]
         return outputs
 
+    def history_mask(self, history: torch.Tensor) -> torch.Tensor:
+        """`[batch, length]`: zeros where an earlier call had padding on the left, if that is still there."""
+        mask = torch.ones_like(history)
+        if self.padding is not None:
+            ids, seen = self.padding
+            n = int((seen == 0).sum(dim=1).max())
+            if history.shape[0] == ids.shape[0] and torch.equal(history[:, :n], ids[:, :n].to(history.device)):
+                mask[:, :n] = seen[:, :n]
+        return mask
+
     # ---------------------------------------------------------------- life
 
     def statistics(self, mode: str, tally: Tally, bytes_before: tuple[int, int], started: float) -> SpecStats:
@@ -160,6 +197,14 @@ class SpecSession:
         route: tuple[str, ...] = ()
         up = down = 0
         first = time.perf_counter()
+        measured: dict[str, Any] = {}
+        if self._ring is not None:
+            legs = self._ring.meter.route.legs
+            measured = {
+                "lap_s": self._ring.meter.lap_s,
+                "codecs": tuple(self._ring.codecs.used),
+                "legs": tuple([(leg.delay_s, leg.bandwidth_bps) for leg in legs]),
+            }
         if decoder is not None:
             spans = decoder.ring.spans if isinstance(decoder, RingDecoder) else decoder.route
             route = tuple(f"{span.start}:{span.end} {span.peer}" for span in spans)
@@ -170,7 +215,7 @@ class SpecSession:
         }
         return SpecStats(
             mode=mode, bytes_up=up, bytes_down=down, open_s=self._open_s, prefill_s=first - started,
-            decode_s=time.perf_counter() - first, route=route, **counted,
+            decode_s=time.perf_counter() - first, route=route, **measured, **counted,
         )  # fmt: skip
 
     @property
@@ -181,7 +226,8 @@ class SpecSession:
     @property
     def ring_bytes(self) -> tuple[int, int]:
         """Bytes up and down; those of the host's own sessions are not known and count as 0."""
-        return (0, 0) if self._ring is None else (self._ring.bytes_up, self._ring.bytes_down)
+        up, down = self._bytes_before
+        return (up, down) if self._ring is None else (up + self._ring.bytes_up, down + self._ring.bytes_down)
 
     @property
     def _ring(self) -> Ring | None:

@@ -22,6 +22,11 @@ class SpecStats:
     :param bytes_up: bytes of frames that the client sent; `bytes_down` that it received
     :param draft_s: seconds that drafters spent on candidates, `hedge_s` on answers to other outcomes; `hedge_hits`
         misses whose answer was ready
+    :param modes: committed tokens by the mode of the plan in force: `off`, `tree`, `stream`, or `unplanned` while the
+        planner knew too little or was not asked
+    :param lap_s: seconds of a lap without speculation, as measured; `legs` one-way delay (s) and bandwidth (bit/s) of
+        each link as the planner saw it: client to first stage, between stages, last stage to client
+    :param codecs: activation codec that each of these links used last
     :param route: one line per stage: blocks and peer
     :param stages: what each stage counted for the whole session, when it answered
     """
@@ -48,6 +53,10 @@ class SpecStats:
     hedge_hits: int = 0
     hedge_misses: int = 0
     retries: int = 0
+    modes: dict[str, int] = field(default_factory=dict)
+    lap_s: float = 0.0
+    legs: tuple[tuple[float, float], ...] = ()
+    codecs: tuple[str, ...] = ()
     route: tuple[str, ...] = ()
     stages: tuple[Statistics | None, ...] = ()
 
@@ -81,3 +90,4 @@ class Tally:
     hedge_hits: int = 0
     hedge_misses: int = 0
     retries: int = 0
+    modes: Counter[str] = field(default_factory=Counter)

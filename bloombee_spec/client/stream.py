@@ -14,9 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bloombee_spec.choose import Chooser
 from bloombee_spec.client.candidates import Ask, Candidates, root_ref_of
+from bloombee_spec.client.measured import RouteMeter
+from bloombee_spec.client.pace import Pace
+from bloombee_spec.client.planning import Planning
 from bloombee_spec.client.stats import Tally
-from bloombee_spec.client.worth import Worth
+from bloombee_spec.client.think import layers, think
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter, Proposal
 from bloombee_spec.draft.cache import HedgeCache
@@ -31,6 +35,7 @@ class StreamRequest:
     :param tokens: prompt, with everything that was committed before it
     :param limit: total length at which the stream ends
     :param sampling: the rule on the wire (empty: greedy); `row` its noise row
+    :param chooser: the rule where only the client can evaluate it; for a route that lets the client verify
     """
 
     tokens: tuple[int, ...]
@@ -38,6 +43,7 @@ class StreamRequest:
     stop_tokens: tuple[int, ...] = ()
     sampling: Any = None
     row: int = 0
+    chooser: Chooser | None = None
 
 
 class Stream:
@@ -46,7 +52,7 @@ class Stream:
     :param drafter: None decodes plainly
     :param credits: most candidates alive at a time
     :param inject: the first stage starts canonical rows by itself; otherwise the client sends each corrected token
-    :param worth: says how likely a candidate has to be, where the configuration leaves it open; shared by all streams
+    :param meter: what the route is measured to be, for the planner and the price of a candidate; shared by all streams
     """
 
     def __init__(
@@ -58,7 +64,7 @@ class Stream:
         credits: int,
         inject: bool,
         vocab_size: int,
-        worth: Worth | None = None,
+        meter: RouteMeter | None = None,
     ):
         self.lane, self.drafter, self.config = lane, drafter, config
         self.credits, self.inject = min(credits, config.max_candidates), inject
@@ -66,10 +72,14 @@ class Stream:
         self.tree = TokenTree()
         self.candidates = Candidates(self.tree, config.min_probability or 0.0, vocab_size)
         self.hedges = HedgeCache()
-        self._worth = worth if config.min_probability is None else None
-        if self._worth is not None:
-            self.candidates.min_chance = self._worth.min_probability
-        self._missed_at: float | None = None  # when the present lap began, while it is not shortened by candidates
+        self._meter = meter
+        self.planning: Planning | None = None
+        if meter is not None and drafter is not None and config.plan != "none":
+            self.planning = Planning(meter, config, self.credits, drafter.instant)
+        self._set_price()
+        self._pace = Pace(meter) if meter is not None and self.planning is not None else None
+        self._missed = False  # whether the last committed token was no candidate
+        self._missed_at: float | None = None  # when the lap of its row began
         self.epoch = 0
         self.request = StreamRequest((), 0)
         self.finished = True
@@ -130,13 +140,9 @@ class Stream:
             if self.tree.length >= self.request.limit or token in self.request.stop_tokens:
                 self.finished = True
                 break
-        if self._worth is not None and taken:
-            now = time.perf_counter()
-            if self._missed_at is not None:
-                self._worth.observe_lap(now - self._missed_at)
-            self._missed_at = now if len(self.tree) == 0 else None
-            self.candidates.min_chance = self._worth.min_probability
         if taken:
+            self._time_lap()
+            self._set_price()
             self._lessons.append((False, tuple(taken)))
         return taken, [] if self.finished else specs
 
@@ -150,32 +156,52 @@ class Stream:
         self.hedges.clear()
         self.held = min(self.held, self.tree.length)
 
+    def _time_lap(self) -> None:
+        """From a miss to the next commit nothing shortens a lap: candidates arrive behind the corrected token."""
+        now = time.perf_counter()
+        if self._missed_at is not None and self._meter is not None:
+            self._meter.observe_lap(now - self._missed_at)
+        self._missed_at = now if self._missed else None
+
+    def _set_price(self) -> None:
+        if self._meter is not None and self.config.min_probability is None:
+            self.candidates.min_chance = self._meter.min_probability
+
     def _commit_one(self, token: int) -> list[NodeSpec]:
-        self.candidates.judge(token)
+        verdict = self.candidates.judge(token)
+        if verdict is not None and self.planning is not None:
+            self.planning.judged(*verdict)
         commit = self.tree.commit(token)
         self.held = commit.position
         self.tally.tokens += 1
+        self.tally.modes["unplanned" if self.planning is None else self.planning.name] += 1
         self.tally.laps = max(self.tally.laps, self.candidates.root_lap)
+        self._missed = commit.hit is None
         if commit.hit is not None:
             self.tally.hits += 1
             self.tally.hits_by_depth[self.candidates.move(commit)] += 1
             self.hedges.commit(token)
+            if self.planning is not None:
+                self.planning.hit()
             return []
         self.tally.misses += 1
+        if self.planning is not None:
+            self.planning.missed()
+        probe = self.planning is not None and self.planning.probe
         lap = self.candidates.root_lap + 1
         specs: list[NodeSpec] = []
         if self.inject:
-            self.candidates.restart(root_ref_of(self.tree.length), lap)
+            self.candidates.restart(root_ref_of(self.tree.length), lap, probe)
         else:
             specs.append(self.candidates.correct(token))
             self.tree.extend(specs)  # known as the root from now on
-            self.candidates.restart(specs[0].id, lap)
+            self.candidates.restart(specs[0].id, lap, probe)
         if self.drafter is not None and not self.drafter.instant and self.config.hedges:
             prepared = self.hedges.miss(token)
             self.tally.hedge_hits += prepared is not None
             self.tally.hedge_misses += prepared is None
             if prepared is not None:
-                ask = self.candidates.next_ask(self.room, self.config.max_depth, self.deepest)
+                ask = self.ask(self.credits)
                 specs += self._placed(ask, prepared) if ask is not None else []
         return specs
 
@@ -183,18 +209,44 @@ class Stream:
 
     @property
     def room(self) -> int:
-        return self.credits - len(self.tree)
+        """Candidates that may be added now."""
+        room = self.credits - len(self.tree)
+        if self.planning is None:
+            return room
+        tree = self.planning.tree
+        if self.planning.off or (tree is not None and len(self.tree) > 0):
+            return 0
+        return room if tree is None else min(room, tree.tree_size)
 
     @property
     def deepest(self) -> int:
         """The last token is decided by the row before it, so no candidate is of use at its place or beyond."""
         return self.request.limit - 2
 
-    def ask(self) -> Ask | None:
-        """The next question for the drafter, None when there is no room, or nothing likely enough to ask."""
+    def pause(self) -> float:
+        """Seconds until more candidates may be sent."""
+        return 0.0 if self._pace is None else self._pace.pause()
+
+    def ask(self, most: int | None = None) -> Ask | None:
+        """The next question for the drafter, None when there is no room, or nothing likely enough to ask.
+
+        :param most: proposals at most; None: one burst
+        """
         if self.drafter is None or self.finished:
             return None
-        return self.candidates.next_ask(min(self.room, self.config.burst), self.config.max_depth, self.deepest)
+        most = self._burst if most is None else most
+        depth = self.config.max_depth
+        if self.planning is None:
+            return self.candidates.next_ask(min(self.room, most), depth, self.deepest)
+        depth = depth if self.planning.tree is None else min(depth, self.planning.tree.depth)
+        return self.candidates.next_ask(min(self.room, most), depth, self.deepest, self.planning.layers_per_ask)
+
+    @property
+    def _burst(self) -> int:
+        """Candidates to send in one go: a synchronous tree leaves whole."""
+        if self.planning is not None and self.planning.tree is not None:
+            return self.credits
+        return self.config.burst if self._pace is None else self._pace.burst(self.config.burst)
 
     def lessons(self) -> list[tuple[bool, tuple[int, ...]]]:
         """What the drafter has to learn before it answers: `(start over?, tokens)` in order; handed out once."""
@@ -203,33 +255,44 @@ class Stream:
 
     def answer(self, ask: Ask, proposals: Sequence[Proposal]) -> list[NodeSpec]:
         """Candidates to send; none when the question is void by now."""
-        return [] if self.finished else self._placed(ask, proposals)
+        specs = [] if self.finished else self._placed(ask, proposals)
+        if self._pace is not None:
+            self._pace.sent(len(specs))
+        return specs
+
+    def drafted(self, seconds: float, proposals: Sequence[Proposal]) -> None:
+        """The drafter thought for `seconds` beside the network."""
+        self.tally.draft_s += seconds
+        if self.planning is not None:
+            self.planning.drafted(seconds, layers(proposals))
+
+    @property
+    def hedge_budget(self) -> int:
+        """Outcomes to prepare for at a time."""
+        if self.planning is None:
+            return self.config.hedges
+        return self.planning.hedged_outcomes
 
     def draft(self) -> list[NodeSpec]:
         """Ask a drafter that answers at once, until it has nothing more for one burst."""
         specs: list[NodeSpec] = []
-        while len(specs) < self.config.burst and (ask := self.ask()) is not None:
+        most = 0 if self.pause() > 0 else self._burst
+        while len(specs) < most and (ask := self.ask(most)) is not None:
             started = time.perf_counter()
             proposals = think(self.drafter, self.lessons(), ask) if self.drafter is not None else []
             self.tally.draft_s += time.perf_counter() - started
             specs += self.answer(ask, proposals)
+            if self.planning is not None and self.planning.tree is not None:
+                break
         return specs
 
     def frame(self, specs: Sequence[NodeSpec], seq: int) -> NodesFrame:
         return NodesFrame(self.lane, self.epoch, seq, tuple(specs))
 
     def _placed(self, ask: Ask, proposals: Sequence[Proposal]) -> list[NodeSpec]:
-        specs = self.candidates.place(ask, proposals, self.room)
+        width = self.credits if self.planning is None else self.planning.width
+        specs = self.candidates.place(ask, proposals, self.room, width)
         self.tally.proposed += len(specs)
         for spec in specs:
             self.tally.sent_by_depth[self.candidates.depth_of(spec)] += 1
         return specs
-
-
-def think(
-    drafter: Drafter, lessons: Sequence[tuple[bool, tuple[int, ...]]], ask: Ask, **options: Any
-) -> list[Proposal]:
-    """Teach the drafter what was committed meanwhile, then put the question."""
-    for start_over, tokens in lessons:
-        drafter.start(tokens) if start_over else drafter.observe(tokens)
-    return drafter.propose(ask.path, ask.room, max_depth=ask.depth, **options)

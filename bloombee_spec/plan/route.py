@@ -108,6 +108,11 @@ class Route:
             raise ValueError(f"{len(self.stages)} stages need one hop fewer, not {len(self.hops)}")
 
     @property
+    def legs(self) -> tuple[Leg, ...]:
+        """From the client around to the client."""
+        return (self.uplink, *self.hops, self.downlink)
+
+    @property
     def floor_s(self) -> float:
         """Propagation alone of a loop through the client, seconds: what no bandwidth buys back."""
         return self.uplink.delay_s + self.downlink.delay_s + sum(hop.delay_s for hop in self.hops)

@@ -22,6 +22,7 @@ from torch import nn
 
 import bloombee_spec
 from bloombee_spec.kv.buffer import KVShape, LaneView
+from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.allocator import CacheAllocator
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.families.base import UnsupportedModel
@@ -30,8 +31,9 @@ from bloombee_spec.server.heads import Heads
 from bloombee_spec.server.service import SpecService
 from bloombee_spec.server.session import StageSession
 from bloombee_spec.server.stage import AdapterContext, Stage
-from bloombee_spec.wire.activations import CodecUnavailable, codec_names, get_codec
+from bloombee_spec.wire.activations import CodecError, CodecUnavailable, codec_names
 from bloombee_spec.wire.frames import PROTOCOL_VERSION, FrameError
+from bloombee_spec.wire.link_codec import LinkCodec
 from bloombee_spec.wire.messages import Open
 from bloombee_spec.wire.streams import Outbox
 
@@ -97,6 +99,7 @@ class StageServer:
             self._row_seconds = self._measure()
         except Exception as e:  # e.g. quantised layers, which compute on CUDA only
             raise UnsupportedModel(f"a trial forward through them failed: {e!r}") from e
+        self.stage.compute = ComputeProfile.measured(self._row_seconds)
         self.stage.max_rows = config.max_rows or _affordable_rows(self._row_seconds)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -163,7 +166,8 @@ class StageServer:
         p2p = await P2P.replicate(self._dht.run_coroutine(DHT._get_p2p_daemon_listen_maddr))
         service = SpecService(
             info=self.info, open_session=self._open_session, retire=self._retire, wake=self.pool.wake,
-            sessions=self.stage.sessions, idle_timeout=self._config.idle_timeout, max_outbox=self._config.max_outbox,
+            compute=lambda: self.stage.compute, sessions=self.stage.sessions,
+            idle_timeout=self._config.idle_timeout, max_outbox=self._config.max_outbox,
         )  # fmt: skip
         await service.attach(p2p)
         return p2p
@@ -189,7 +193,7 @@ class StageServer:
             "max_arena": config.max_arena,
             "max_prefill": config.max_prefill,
             "max_rows": self.stage.max_rows,
-            "row_seconds": {str(rows): seconds for rows, seconds in self._row_seconds.items()},
+            "row_seconds": {str(int(rows)): seconds for rows, seconds in self.stage.compute.points},
             "sessions": len(self.stage.sessions),
             "cache_bytes_left": int(loaded.memory_cache.bytes_left),
         }
@@ -238,8 +242,8 @@ class StageServer:
             raise FrameError(f"adapter {opened.adapter!r} is not loaded here")
         for name in (opened.codec, opened.codec_in):
             try:
-                get_codec(name)
-            except CodecUnavailable as e:
+                LinkCodec(name)
+            except (CodecUnavailable, CodecError) as e:
                 raise FrameError(str(e)) from None
         return replace(opened, arena=min(opened.arena, config.max_arena))
 

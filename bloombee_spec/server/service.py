@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,11 +20,19 @@ from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 from hivemind.utils.logging import get_logger
 
+from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.allocator import AllocationRefused
 from bloombee_spec.server.session import CLIENT, COMMIT, DATA, StageSession
 from bloombee_spec.wire.frames import ControlFrame, FrameError, decode
-from bloombee_spec.wire.messages import Close, Failure, Hello, Link, Linked, Open, Opened, Rule
-from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame, read_frame_bytes
+from bloombee_spec.wire.messages import Close, Failure, Hello, Link, Linked, Open, Opened, Rule, UseCodec
+from bloombee_spec.wire.streams import (
+    Outbox,
+    StreamClosed,
+    framed,
+    read_frame,
+    read_frame_bytes,
+    read_stamped_bytes,
+)
 
 logger = get_logger(__name__)
 
@@ -40,7 +49,7 @@ class SpecService(ServicerBase):
     :param open_session: coroutine function `(Open, client peer id, outbox) -> StageSession`; raises AllocationRefused
         or FrameError
     :param retire: called once when a session ended
-    :param wake: asks the stage to look at its sessions
+    :param wake: asks the stage to look at its sessions; `compute` what its forwards take, as measured
     """
 
     def __init__(
@@ -50,11 +59,13 @@ class SpecService(ServicerBase):
         open_session: OpenSession,
         retire: Callable[[StageSession], None],
         wake: Callable[[], None],
+        compute: Callable[[], ComputeProfile | None],
         sessions: dict[tuple[bytes, int], StageSession],
         idle_timeout: float,
         max_outbox: int,
     ):
         self._info, self._open_session, self._retire, self._wake = info, open_session, retire, wake
+        self._compute = compute
         self._sessions, self._idle_timeout, self._max_outbox = sessions, idle_timeout, max_outbox
         self._p2p: P2P | None = None
 
@@ -78,7 +89,7 @@ class SpecService(ServicerBase):
             if first.message.get("kind") == "Open":
                 await self._serve_client(Open.from_wire(first.message), peer, reader, writer)
             else:
-                await self._serve_peer(Hello.from_wire(first.message), peer, reader)
+                await self._serve_peer(Hello.from_wire(first.message), peer, reader, writer)
         except (FrameError, StreamClosed, asyncio.TimeoutError) as e:
             logger.debug(f"Stream of {peer} ended: {e!r}")
         except Exception:
@@ -123,13 +134,16 @@ class SpecService(ServicerBase):
                 if not isinstance(frame, ControlFrame):
                     session.accept(frame, CLIENT, len(data))
                     self._wake()
+                    session.report(self._compute())
                 elif frame.message.get("kind") == "Rule":
                     session.set_rule(Rule.from_wire(frame.message))
                     self._wake()
+                elif frame.message.get("kind") == "UseCodec":
+                    session.use_codec(UseCodec.from_wire(frame.message).codec)
                 elif frame.message.get("kind") == "Link":
                     Link.from_wire(frame.message)
+                    session.client_box.put(ControlFrame(Linked().to_wire()))  # at once: it times the round trip
                     await self._link(session)
-                    session.client_box.put(ControlFrame(Linked().to_wire()))
                 else:
                     Close.from_wire(frame.message)
                     session.client_box.put(ControlFrame(session.statistics().to_wire()))
@@ -163,17 +177,20 @@ class SpecService(ServicerBase):
             )
         except Exception as e:
             raise FrameError(f"stage {session.open.stage} cannot reach stage {stage} at {peer}: {e!r}") from None
-        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT)
-        box.put(ControlFrame(Hello(session.open.session, stage, role).to_wire()))
+        writer.write(framed(ControlFrame(Hello(session.open.session, stage, role).to_wire())))
+        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA)
         watch = asyncio.ensure_future(_watch(reader, session, stage))
         box.task.add_done_callback(lambda _: watch.cancel())
         return box
 
-    async def _serve_peer(self, hello: Hello, peer: str, reader: asyncio.StreamReader) -> None:
+    async def _serve_peer(
+        self, hello: Hello, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         session = self._sessions.get((hello.session, hello.stage))
         expected = None if session is None else session.open.previous if hello.role == DATA else session.open.verifier
         if session is None or expected != peer:
             raise FrameError(f"{peer} is not the announced sender of {hello.role} in this session")
+        writer.write(framed(ControlFrame(Linked().to_wire())))  # times the round trip
         closing = asyncio.ensure_future(session.closed.wait())
         reading = asyncio.ensure_future(self._read_peer(session, hello.role, reader))
         try:
@@ -186,9 +203,14 @@ class SpecService(ServicerBase):
     async def _read_peer(self, session: StageSession, role: str, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                data = await read_frame_bytes(reader, None)  # the client's stream is what times a session out
+                if role == DATA:  # no timeout: the client's stream is what times a session out
+                    stamp, data = await read_stamped_bytes(reader)
+                    session.meter.frame_arrived(stamp, len(data))
+                else:
+                    data = await read_frame_bytes(reader, None)
                 session.accept(decode(data), role, len(data))
                 self._wake()
+                session.report(self._compute())
         except StreamClosed:
             sender = session.open.stage - 1 if role == DATA else session.open.stages - 1
             session.lost(sender, f"stage {session.open.stage} lost stage {sender}")
@@ -197,7 +219,11 @@ class SpecService(ServicerBase):
 
 
 async def _watch(reader: asyncio.StreamReader, session: StageSession, stage: int) -> None:
-    """Nobody answers on these streams: an end means that the neighbour is gone."""
-    with contextlib.suppress(ConnectionError, OSError):
-        await reader.read(1)
+    """The neighbour greets back, which times the round trip, and is silent from then on: an end means that it is
+    gone."""
+    began = time.monotonic()
+    with contextlib.suppress(StreamClosed, FrameError, asyncio.TimeoutError, ConnectionError, OSError):
+        if isinstance(await read_frame(reader, HELLO_TIMEOUT), ControlFrame):
+            session.greeted(stage, time.monotonic() - began)
+            await reader.read(1)
     session.lost(stage, f"stage {session.open.stage} lost stage {stage}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterable
@@ -12,8 +13,10 @@ import torch
 
 from bloombee_spec.choose import make_chooser
 from bloombee_spec.lane import Lane, LaneBatch, Row
+from bloombee_spec.plan.compute import ComputeProfile
+from bloombee_spec.server.meter import SessionMeter
 from bloombee_spec.verify import Committed, Head, Verifier
-from bloombee_spec.wire.activations import ActivationCodec, CodecError, get_codec
+from bloombee_spec.wire.activations import CodecError
 from bloombee_spec.wire.frames import (
     CommitFrame,
     ControlFrame,
@@ -24,6 +27,7 @@ from bloombee_spec.wire.frames import (
     RewindFrame,
     encode,
 )
+from bloombee_spec.wire.link_codec import LinkCodec
 from bloombee_spec.wire.messages import Failure, Open, Rule, Statistics
 from bloombee_spec.wire.streams import Outbox, StreamClosed
 
@@ -61,6 +65,7 @@ class StageSession:
             Lane(arena=opened.arena, max_length=opened.max_length, inject=opened.embed) for _ in range(opened.lanes)
         ]
         self.verifiers = [Verifier(lane, self.lock, head) for lane in self.lanes] if opened.verify else []
+        self.meter = SessionMeter()
         self.client_box = client_box
         self._out_box = client_box  # where results go, once linked
         self._listener_boxes: list[Outbox] = []
@@ -77,8 +82,7 @@ class StageSession:
         self.bytes_in = 0
         self._hidden_size, self._dtype, self._vocab_size, self.loop = hidden_size, dtype, vocab_size, loop
         self._device = device
-        self._codec_in: ActivationCodec = get_codec(opened.codec_in)
-        self.codec: ActivationCodec = get_codec(opened.codec)
+        self._codec_in, self.codec = LinkCodec(opened.codec_in), LinkCodec(opened.codec)
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -94,6 +98,7 @@ class StageSession:
         self.bytes_in += size
         self.arrived = time.monotonic()
         if isinstance(frame, (PrefixFrame, NodesFrame)):
+            self.meter.rows_arrived()
             if source != (CLIENT if self.open.previous is None else DATA):
                 raise FrameError("activations are accepted from the announced predecessor only")
             self._check_tokens(
@@ -131,6 +136,13 @@ class StageSession:
             self._lane(rule.lane).set_rule(rule.epoch, rule.stop_tokens)
             if self.verifiers:
                 self.verifiers[rule.lane].set_chooser(chooser)
+
+    def use_codec(self, name: str) -> None:
+        """:raises FrameError: it was not agreed on for this link"""
+        try:
+            self.codec.use(name)
+        except CodecError as e:
+            raise FrameError(str(e)) from None
 
     def _lane(self, index: int) -> Lane:
         if index >= len(self.lanes):
@@ -226,15 +238,27 @@ class StageSession:
         except StreamClosed as e:
             self.lost(stage, f"stage {self.open.stage} cannot pass on its results to stage {stage}: {e}")
 
+    def greeted(self, stage: int, rtt_s: float) -> None:
+        """Another stage answered the greeting on a new stream to it."""
+        if stage == self.open.stage + 1:
+            self.meter.next_rtt_s = rtt_s
+        elif stage == 0:
+            self.meter.first_rtt_s = rtt_s
+
+    def report(self, compute: ComputeProfile | None) -> None:
+        """Tell the client's planner how this stage and its links fare, now and then. Event loop only."""
+        report = None if self.dead else self.meter.report(compute, self.codec.costs)
+        if report is not None:
+            with contextlib.suppress(StreamClosed):  # the reader of that stream ends the session
+                self.client_box.put(ControlFrame(report.to_wire()))
+
     # ---------------------------------------------------------------- end
 
     def fail(self, reason: str, blame: int | None = None) -> None:
         """Tell the client why, and end the session. Event loop only."""
         if not self.closed.is_set():
-            try:
+            with contextlib.suppress(StreamClosed):
                 self.client_box.put(ControlFrame(Failure(reason, blame).to_wire()))
-            except StreamClosed:
-                pass
         self.end()
 
     def lost(self, stage: int, reason: str) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from bloombee_spec.kv.buffer import LaneView, move_columns
 from bloombee_spec.lane import LaneBatch, Row
+from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.families.base import BlockFamily
 from bloombee_spec.server.heads import Heads
@@ -62,6 +63,7 @@ class Stage:
         self.pool = StagePool(self.step)
         self.sessions: dict[tuple[bytes, int], StageSession] = {}
         self.max_rows = config.max_rows or 16
+        self.compute = ComputeProfile.flat(0.0)  # seconds of a forward through all blocks, by rows
         self._memory_cache, self._adapter, self._free = memory_cache, adapter, free
         self._retired: list[StageSession] = []
 
@@ -118,16 +120,19 @@ class Stage:
     def _run(self, work: list[_LaneWork], buffers: Sequence[torch.Tensor]) -> None:
         for item, buffer in zip(work, buffers):
             move_columns(buffer, item.moves)
+            item.session.meter.forward_begins()
         started = time.perf_counter()
         computed = {id(item): len(item.batch.rows) for item in work}
         hidden = self._forward(work, buffers)
         elapsed = time.perf_counter() - started
+        self._learn(work, computed, elapsed)
         at = 0
         for item in work:
             session, lane = item.session, item.session.lanes[item.index]
             part = hidden[at : at + len(item.rows)]
             at += len(item.rows)
             session.touch(elapsed)
+            session.meter.forward_ended()
             if session.dead:
                 continue
             with session.lock:
@@ -165,6 +170,12 @@ class Stage:
                     index, block, hidden, shared, [view for view in views if view.columns.numel()]
                 )
         return hidden
+
+    def _learn(self, work: list[_LaneWork], computed: dict[int, int], elapsed: float) -> None:
+        """Keep the compute profile up to date with forwards through all blocks that lost no row on the way."""
+        opened, rows = work[0].session.open, sum(computed.values())
+        if rows and opened.end - opened.start == len(self.blocks) and rows == sum(len(item.rows) for item in work):
+            self.compute = self.compute.updated(rows, elapsed)
 
     def _inputs(self, rows: list[Row]) -> torch.Tensor:
         hidden = [row.hidden for row in rows]

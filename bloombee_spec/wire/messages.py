@@ -14,6 +14,7 @@ SESSION_BYTES = 16
 MAX_STAGES = 256
 MAX_STOP_TOKENS = 1024
 MAX_NAME = 256
+MAX_POINTS = 16
 
 T = TypeVar("T", bound="Message")
 
@@ -101,7 +102,8 @@ class Open(Message):
     :param listeners: verifier only: the other stages `(peer, …)` in route order, who get commits directly
     :param embed: this stage turns token ids into rows (first stage); `verify` this stage applies the LM head (last
         stage)
-    :param codec: name of the activation codec towards the next hop, `codec_in` of the one from the previous hop
+    :param codec: names of the activation codecs that may be used towards the next hop, joined by `|`, the first one
+        in use; `codec_in` of those from the previous hop
     """
 
     session: bytes
@@ -209,6 +211,45 @@ class Failure(Message):
 @dataclass(frozen=True)
 class Close(Message):
     """Client to stage: the session is over; answered with `Statistics`."""
+
+
+@dataclass(frozen=True)
+class UseCodec(Message):
+    """Client to stage: encode rows for the next hop in this one of the codecs that were agreed on for it."""
+
+    codec: str
+
+    def __post_init__(self) -> None:
+        _in_range(codec=(len(self.codec), 1, MAX_NAME))
+
+
+@dataclass(frozen=True)
+class Report(Message):
+    """Stage to client, about once a second while it works: what the planner needs to know. Seconds and bit/s.
+
+    :param next_rtt_s: round trip to the next stage, `first_rtt_s` from the verifier to the first stage, as the
+        greetings between them took
+    :param bandwidth_bps: of the link from the previous stage, as its frames arrive; None while unknown
+    :param queue_s: how long a row waits here for the work of others
+    :param compute: `(rows, seconds, rows, seconds, ...)` of a forward through all blocks of the server
+    :param codec_costs: `(bytes, seconds)` per row of each codec of the outgoing link, flat
+    """
+
+    next_rtt_s: float | None = None
+    first_rtt_s: float | None = None
+    bandwidth_bps: float | None = None
+    queue_s: float = 0.0
+    compute: tuple[float, ...] = ()
+    codec_costs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = [self.next_rtt_s or 0.0, self.first_rtt_s or 0.0, self.queue_s, *self.compute]
+        if not all(0 <= cost < 1e9 for cost in self.codec_costs) or len(self.codec_costs) > 2 * MAX_POINTS:
+            raise ValueError("codec costs are out of range")
+        if not all(0 <= number < 1e5 for number in numbers) or not 0 <= (self.bandwidth_bps or 0.0) < 1e15:
+            raise ValueError("a number of a report is out of range")
+        if len(self.compute) % 2 or len(self.compute) > 2 * MAX_POINTS:
+            raise ValueError(f"{len(self.compute)} numbers of compute times")
 
 
 @dataclass(frozen=True)

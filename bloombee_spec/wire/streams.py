@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import deque
 
 from bloombee_spec.wire.frames import MAX_FRAME_BYTES, Frame, FrameError, decode, encode
 
 LENGTH_BYTES = 3
+STAMP_BYTES = 4
+STAMP_RANGE = 1 << 8 * STAMP_BYTES
 
 
 class StreamClosed(ConnectionError):
@@ -29,6 +32,19 @@ async def read_frame_bytes(reader: asyncio.StreamReader, timeout: float | None) 
         raise StreamClosed(f"stream ended: {e!r}") from None
 
 
+async def read_stamped_bytes(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """`(stamp, frame)` from a stream whose outbox is `stamped`; raises as `read_frame_bytes`, waits without end."""
+    data = await read_frame_bytes(reader, None)
+    if len(data) < STAMP_BYTES + 3:
+        raise FrameError(f"a stamped frame of {len(data)} bytes")
+    return int.from_bytes(data[:STAMP_BYTES], "big"), data[STAMP_BYTES:]
+
+
+def stamp_now() -> int:
+    """Microseconds of this machine's monotonic clock, modulo `STAMP_RANGE` (71 minutes)."""
+    return int(time.monotonic() * 1e6) % STAMP_RANGE
+
+
 async def read_frame(reader: asyncio.StreamReader, timeout: float | None) -> Frame:
     return decode(await read_frame_bytes(reader, timeout))
 
@@ -40,15 +56,24 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
+def framed(frame: Frame) -> bytes:
+    """A frame as it travels on a stream."""
+    data = encode(frame)
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
 class Outbox:
     """Writes frames to one peer in order, from its own task.
 
     `put` never waits; once more than `max_bytes` are queued the peer counts as stuck and the outbox fails.
     Only to be used on the event loop's thread.
+
+    :param stamped: every frame carries the time at which it was written, from which the receiver learns the link's
+        bandwidth
     """
 
-    def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, timeout: float):
-        self._writer, self._max_bytes, self._timeout = writer, max_bytes, timeout
+    def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, timeout: float, stamped: bool = False):
+        self._writer, self._max_bytes, self._timeout, self._stamped = writer, max_bytes, timeout, stamped
         self._queue: deque[bytes] = deque()
         self._queued = 0
         self._wake = asyncio.Event()
@@ -95,6 +120,8 @@ class Outbox:
                 while self._queue:
                     data = self._queue.popleft()
                     self._queued -= len(data)
+                    if self._stamped:
+                        data = stamp_now().to_bytes(STAMP_BYTES, "big") + data
                     self._writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
                     if not self._queue:
                         await asyncio.wait_for(self._writer.drain(), self._timeout)

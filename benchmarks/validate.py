@@ -1,0 +1,159 @@
+"""The simulator against the emulated WAN: the same ring, the same drafter, tokens per second side by side.
+
+    python -m benchmarks.validate
+
+Each configuration is decoded by real servers over the emulated WAN with a scripted drafter, and simulated with the
+configured delays and rates. What neither knows beforehand, the software's own time per hop, is taken from one
+measurement per network: a plain lap. The closed formula `(E[run]+1)/(T_lap + E[run]·τ)` stands beside both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from benchmarks.methods import PLAIN, Method
+from benchmarks.runner import Result
+from benchmarks.scenario import HIDDEN, Wan, decode_rate, host_results, run, total, toy_jobs, toy_swarm, write
+from bloombee_spec.plan.compute import ComputeProfile
+from bloombee_spec.plan.decision import DraftCost, Mode, Plan
+from bloombee_spec.plan.route import Route, plain_lap, uniform_route
+from bloombee_spec.plan.simulate import SimConfig, geometric_rates, simulate
+from bloombee_spec.plan.throughput import stream_formula
+
+NETWORKS = (Wan(4, 20.0, 100.0), Wan(4, 50.0, 100.0), Wan(3, 80.0, 10.0))
+DRAFTERS = ((0.5, 4), (0.8, 8), (0.9, 16), (0.95, 32))  # acceptance, candidates in flight
+LAYER_S = 0.005
+ID_BYTES, FRAME_BYTES = 5.0, 12.0
+SEEDS = 8
+
+
+@dataclass(frozen=True)
+class Line:
+    network: str
+    acceptance: float
+    depth: int
+    measured_tok_s: float
+    simulated_tok_s: float
+    formula_tok_s: float
+    host_tok_s: float
+    laps_per_miss: float
+    identical: bool
+
+    @property
+    def error(self) -> float:
+        return self.simulated_tok_s / self.measured_tok_s - 1.0
+
+
+def method(acceptance: float, depth: int) -> Method:
+    return {
+        "name": f"stream h={acceptance:g} depth {depth}",
+        "kind": "plugin",
+        "config": {"plan": "none", "min_probability": 0.0, "hedges": 0, "max_candidates": depth, "burst": 1},
+        "script": {"acceptance": acceptance, "depth": depth, "layer_seconds": LAYER_S},
+    }
+
+
+def route(wan: Wan, lap_s: float) -> Route:
+    """The configured ring, with the software's own time spread over its legs."""
+    ring = uniform_route(
+        wan.stages, wan.delay_ms / 1e3, wan.mbps * 1e6, HIDDEN * 4.0, compute=ComputeProfile.flat(0.0),
+        id_bytes=ID_BYTES, frame_bytes=FRAME_BYTES,
+    )  # fmt: skip
+    overhead = max(0.0, (lap_s - plain_lap(ring)) / wan.stages)
+    stage = replace(ring.stages[0], compute=ComputeProfile.flat(overhead))
+    return replace(ring, stages=(stage,) * wan.stages)
+
+
+def simulated(ring: Route, acceptance: float, depth: int, tokens: int) -> float:
+    plan = Plan(Mode.STREAM, width=1, depth=depth)
+    rates = geometric_rates(acceptance, ranks=1)
+    found = [
+        simulate(SimConfig(ring, rates, DraftCost(LAYER_S), plan, tokens=tokens, seed=seed)).tok_s
+        for seed in range(SEEDS)
+    ]
+    return len(found) / sum(1.0 / rate for rate in found)
+
+
+def lines_of(wan: Wan, prompts: int, tokens: int) -> list[Line]:
+    with toy_swarm(wan) as swarm:
+        host, jobs = host_results(swarm, toy_jobs(prompts, tokens))
+        plain = run(swarm, PLAIN, jobs)
+        lap_s = 1.0 / decode_rate(plain)
+        ring = route(wan, lap_s)
+        host_rate = sum(len(r.tokens) for r in host) / sum(r.seconds for r in host)
+        lines = []
+        for acceptance, depth in DRAFTERS:
+            results = run(swarm, method(acceptance, depth), jobs)
+            lines.append(
+                Line(
+                    str(wan), acceptance, depth, decode_rate(results),
+                    simulated(ring, acceptance, depth, 40 * tokens), stream_formula(acceptance, lap_s, LAYER_S),
+                    host_rate, total(results, "laps") / max(1.0, total(results, "misses")),
+                    _same(results, host) and _same(plain, host),
+                )
+            )  # fmt: skip
+            print(f"  {lines[-1]}", flush=True)
+    return lines
+
+
+def _same(results: Sequence[Result], host: Sequence[Result]) -> bool:
+    return [result.tokens for result in results] == [result.tokens for result in host]
+
+
+def table(lines: Sequence[Line]) -> str:
+    head = ("network", "h", "in flight", "measured", "simulated", "error", "formula", "host", "laps/miss", "same text")
+    rows = [
+        (
+            x.network, f"{x.acceptance:g}", str(x.depth), f"{x.measured_tok_s:.2f}", f"{x.simulated_tok_s:.2f}",
+            f"{x.error:+.0%}", f"{x.formula_tok_s:.2f}", f"{x.host_tok_s:.2f}", f"{x.laps_per_miss:.2f}",
+            "yes" if x.identical else "NO",
+        )
+        for x in lines
+    ]  # fmt: skip
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in (head, *rows))
+
+
+def plot(lines: Sequence[Line], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 5), layout="constrained")
+    for network in dict.fromkeys(x.network for x in lines):
+        points = [x for x in lines if x.network == network]
+        axes.plot([x.measured_tok_s for x in points], [x.simulated_tok_s for x in points], "o", label=network)
+    top = max(max(x.measured_tok_s, x.simulated_tok_s) for x in lines) * 1.1
+    axes.plot([0, top], [0, top], color="grey", linewidth=0.8)
+    axes.fill_between([0, top], [0, 0.85 * top], [0, 1.15 * top], alpha=0.15, label="within 15 %")
+    axes.set_xlabel("tokens per second, emulated WAN")
+    axes.set_ylabel("tokens per second, simulator")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--name", default="validate")
+    args = parser.parse_args()
+    lines: list[Line] = []
+    for wan in NETWORKS:
+        print(wan, flush=True)
+        lines += lines_of(wan, args.prompts, args.new_tokens)
+    print(table(lines))
+    path = write(args.name, {"settings": vars(args), "lines": [{**asdict(x), "error": x.error} for x in lines]})
+    plot(lines, path.with_suffix(".png"))
+    print(f"\n{path} and {path.with_suffix('.png')}")
+    return 0 if all(x.identical for x in lines) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""The planner and the codecs' choice on real servers: what is measured arrives, and no choice changes a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from swarm_helpers import ROUTES, VOCAB, Knowing, client, decode, prompts, reference, respec
+
+from bloombee_spec import SpecConfig
+from bloombee_spec.draft.scripted import Script
+from bloombee_spec.wire.frames import ControlFrame, encode
+from bloombee_spec.wire.messages import UseCodec
+
+pytestmark = pytest.mark.swarm
+NEW = 48
+
+
+@pytest.fixture(scope="module")
+def model(swarm: Any) -> Iterator[Any]:
+    with client(swarm, SpecConfig(strict=True), ROUTES[4]) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def expected(toy_local: Any) -> list[tuple[list[int], list[int]]]:
+    return [(ids, reference(toy_local, ids, NEW)) for ids in prompts(3, VOCAB, seed=71)]
+
+
+@pytest.mark.parametrize("plan", ["auto", "stream", "tree", "none"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_every_plan_is_exact(model: Any, expected: Any, plan: str, direct: bool) -> None:
+    texts = [[*ids, *target] for ids, target in expected]
+    for script in (Script(0.8, siblings=(0.1,), depth=8), Script(0.0), Script(1.0, layer_seconds=0.0005)):
+        respec(model, plan=plan, direct_commits=direct, drafter=partial(Knowing, texts, VOCAB, script))
+        for ids, target in expected[:2]:
+            assert decode(model, ids, NEW) == target
+        stats = model.last_stats
+        assert sum(stats.modes.values()) == NEW
+        allowed = {"auto": {"off", "tree", "stream", "unplanned"}, "none": {"unplanned"}, "tree": {"tree", "off"}}
+        assert set(stats.modes) <= allowed.get(plan, {"stream", "off", "unplanned"})
+        assert script.acceptance != 1.0 or stats.laps < NEW
+
+
+def test_a_route_is_measured_while_it_works(model: Any, expected: Any) -> None:
+    respec(model, plan="auto", direct_commits=True, drafter="suffix")
+    with model.inference_session(max_length=2000) as session:
+        ids = torch.tensor([prompts(1, VOCAB, length=600, seed=5)[0]])
+        model.generate(ids, max_new_tokens=64)
+        meter = session._ring.meter
+        assert all(stage.rtt_s is not None and 0 < stage.rtt_s < 5 for stage in meter._stages)
+        assert all(stage.next_rtt_s is not None for stage in meter._stages[:-1])
+        assert all(stage.bandwidth_bps is not None for stage in meter._stages[1:])
+        assert meter._first_rtt_s is not None
+        assert all(len(stage.compute.points) >= 3 for stage in meter._stages)
+        assert all(len(stage.codec_costs) == 4 for stage in meter._stages[:-1])
+    stats = model.last_stats
+    assert stats.lap_s > 0 and len(stats.legs) == 5 and len(stats.codecs) == 5
+
+
+@pytest.mark.parametrize("codec", ["raw", "lossless"])
+def test_exact_codecs_change_no_token(model: Any, expected: Any, codec: str) -> None:
+    respec(model, codec=codec)
+    try:
+        for ids, target in expected:
+            assert decode(model, ids, NEW) == target
+        assert set(model.last_stats.codecs) == {codec}
+    finally:
+        respec(model, codec="auto")
+
+
+def test_codecs_may_change_in_mid_stream(model: Any, expected: Any) -> None:
+    ids, target = expected[0]
+
+    class Switch:
+        """At every token, every stage changes to the other codec."""
+
+        def __init__(self) -> None:
+            self.names = ["lossless", "raw"]
+
+        def put(self, _: Any) -> None:
+            self.names.reverse()
+            ring = session._ring
+            if ring is not None:
+                data = encode(ControlFrame(UseCodec(self.names[0]).to_wire()))
+                ring._loop.call_soon_threadsafe(ring._put, data, tuple(range(len(ring.spans))))
+
+        def end(self) -> None:
+            pass
+
+    with model.inference_session(max_length=len(ids) + NEW) as session:
+        assert decode(model, ids, NEW, streamer=Switch()) == target
+
+
+@pytest.mark.parametrize("codec", ["int8", "tah4"])
+def test_a_lossy_codec_gives_one_text_however_it_is_decoded(
+    model: Any, expected: Any, toy_local: Any, codec: str
+) -> None:
+    """Up to near ties: a row computed beside others differs in its last bit, which a codec may round up to a step."""
+    respec(model, codec=codec)
+    try:
+        for ids, _ in expected:
+            respec(model, speculate=False)
+            plain = decode(model, ids, NEW)
+            texts = [[*ids, *plain]]
+            respec(model, speculate=True)
+            for script in (Script(0.8, siblings=(0.1,), depth=8), Script(1.0)):
+                respec(model, drafter=partial(Knowing, texts, VOCAB, script))
+                found = decode(model, ids, NEW)
+                at = next((i for i, (a, b) in enumerate(zip(found, plain)) if a != b), NEW)
+                if at < NEW:
+                    logits = toy_local(torch.tensor([[*ids, *plain[:at]]])).logits[0, -1].log_softmax(-1)
+                    assert abs(logits[found[at]] - logits[plain[at]]) < 0.5
+    finally:
+        respec(model, codec="auto", speculate=True, drafter="suffix")
+
+
+def test_a_codec_that_was_not_agreed_on_ends_the_session_with_the_reason(model: Any) -> None:
+    from bloombee_spec.client.routing import open_ring
+
+    ring = open_ring(model._spec_host, model, model.spec, lanes=1, max_length=64)
+    try:
+        data = encode(ControlFrame(UseCodec("tah3").to_wire()))
+        ring._loop.call_soon_threadsafe(ring._put, data, (1,))
+        assert "not agreed" in str(ring.events.get(timeout=20))
+    finally:
+        ring.close()
