@@ -35,6 +35,12 @@ def pytest_report_header() -> str:
     return f"host: {PACKAGE} {VERSION}{left_out}"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("swarm") and "swarm" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.own_swarm)
+
+
 @pytest.fixture(scope="session")
 def toy_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from benchmarks.toy_models import make_toy_llama

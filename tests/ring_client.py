@@ -167,7 +167,7 @@ class Client:
     def rewind(self, lane: int, epoch: int, position: int) -> None:
         self.broadcast(RewindFrame(lane, epoch, position))
 
-    def close(self) -> list[None]:
+    def close(self, timeout: float = 0.0) -> list[None]:
         return []
 
     def vanish(self) -> None:

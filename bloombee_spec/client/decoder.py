@@ -15,7 +15,7 @@ from bloombee_spec.choose import make_chooser
 from bloombee_spec.client.drafting import Drafting
 from bloombee_spec.client.local_verifier import LocalVerifier
 from bloombee_spec.client.peers import remember
-from bloombee_spec.client.ring import Ring, RingError
+from bloombee_spec.client.ring import CLOSE_TIMEOUT, Ring, RingError
 from bloombee_spec.client.stream import Stream, StreamRequest
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
@@ -34,6 +34,10 @@ from bloombee_spec.wire.frames import (
 )
 from bloombee_spec.wire.link_codec import LinkCodec
 from bloombee_spec.wire.messages import Rule, Statistics
+
+PATIENCE_S, PATIENCE_LAPS = 2.0, 20.0  # of silence before the stages are asked
+PATIENCE_PREFILL_S = 10.0
+PING_TIMEOUT, PING_ROUND_TRIPS = 1.0, 10.0
 
 
 class RingDecoder:
@@ -61,6 +65,7 @@ class RingDecoder:
             )  # fmt: skip
         self._seq = itertools.count(1)
         self.first_token_at: float | None = None
+        self._heard = 0.0  # monotonic time of the last event
         # A drafter that answers at once is asked in the decode loop itself; any other thinks beside it.
         slow = any(stream.drafter is not None and not stream.drafter.instant for stream in self.streams)
         self._drafting = Drafting(self.streams, config, self._send_specs) if slow else None
@@ -71,6 +76,7 @@ class RingDecoder:
         :raises RingError: the ring broke or fell silent
         """
         self.first_token_at = None
+        self._heard = time.monotonic()
         for stream, request in zip(self.streams, requests):
             self._begin(stream, request)
         while not all(stream.finished for stream in self.streams):
@@ -104,8 +110,8 @@ class RingDecoder:
             self._verifier.rewind(lane, stream.epoch, stream.held)
         self.ring.rewind(lane, stream.epoch, stream.held)
 
-    def close(self) -> list[Statistics | None]:
-        """End the ring's session; never raises. Returns what the stages counted."""
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> list[Statistics | None]:
+        """End the ring's session within `timeout` seconds; never raises. Returns what the stages counted."""
         if self._drafting is not None:
             self._drafting.close()
         for stream in self.streams:
@@ -113,7 +119,7 @@ class RingDecoder:
                 stream.drafter.close()
         if self.ring.meter is not None:
             remember(self.ring.meter)
-        return self.ring.close()
+        return self.ring.close(timeout)
 
     def _begin(self, stream: Stream, request: StreamRequest) -> None:
         with stream.lock:  # until the prefix is on its way, so that no candidate overtakes it
@@ -154,14 +160,31 @@ class RingDecoder:
         pauses = [] if self._drafting is not None else [stream.pause() for stream in self.streams]
         pause = min((pause for pause in pauses if pause > 0), default=0.0)
         try:
-            event = self.ring.events.get(timeout=pause or self._config.stall_timeout)
+            event = self.ring.events.get(timeout=pause or self._patience())
         except queue.Empty:
-            if pause:
-                return None
-            raise RingError(f"no answer from the ring for {self._config.stall_timeout:.0f} s") from None
+            if not pause:
+                self._check_silence()
+            return None
+        self._heard = time.monotonic()
         if isinstance(event, RingError):
             raise event
         return event
+
+    def _patience(self) -> float:
+        """Seconds of silence after which to ask whether all stages are there: many laps, as this ring's laps go."""
+        longest = self._config.stall_timeout
+        if self.first_token_at is None or self.ring.meter is None:
+            return min(longest, PATIENCE_PREFILL_S)
+        return min(longest, max(PATIENCE_S, PATIENCE_LAPS * self.ring.meter.lap_s))
+
+    def _check_silence(self) -> None:
+        """:raises RingError: a stage is not there, or nothing came for `stall_timeout` although all of them are"""
+        silence = time.monotonic() - self._heard
+        for index in self.ring.silent_stages(PING_TIMEOUT + PING_ROUND_TRIPS * self.ring.meter.longest_rtt_s):
+            peer = self.ring.spans[index].peer
+            raise RingError(f"stage {index} at {peer} is silent: no answer for {silence:.0f} s", peer)
+        if silence >= self._config.stall_timeout:
+            raise RingError(f"no answer from the ring for {silence:.0f} s")
 
     def _verified(self, frame: Frame) -> CommitFrame:
         """The commit that a frame carries, or that its hidden rows lead to; the latter is told to all stages."""

@@ -128,6 +128,12 @@ class RouteMeter:
         return self._lap_s if self._lap_s is not None else plain_lap(self.route)
 
     @property
+    def longest_rtt_s(self) -> float:
+        """To a stage and back."""
+        with self._lock:
+            return max(2 * ASSUMED_LEG_S if stage.rtt_s is None else stage.rtt_s for stage in self._stages)
+
+    @property
     def min_probability(self) -> float:
         """A candidate whose path has probability P saves a lap with probability P and costs a row at every stage, so
         it pays iff `P > row_s / lap_s`."""

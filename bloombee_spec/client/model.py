@@ -10,20 +10,18 @@ from typing import Any
 import torch
 from hivemind.utils.logging import get_logger
 
-from bloombee_spec.client.call import Call, NotForPlugin, read_call
+from bloombee_spec.client.arguments import NotForPlugin, UnsupportedCall, by_name
+from bloombee_spec.client.call import Call, read_call
 from bloombee_spec.client.output import OutputRows
 from bloombee_spec.client.routing import NoPluginRoute
 from bloombee_spec.client.session import SpecSession
 from bloombee_spec.client.stats import SpecStats, Tally
-from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.hosts.base import Host, load_host
 
+__all__ = ["AutoDistributedSpecModelForCausalLM", "SpecDecodingMixin", "UnsupportedCall", "spec_model_class"]
+
 logger = get_logger(__name__)
-
-
-class UnsupportedCall(RuntimeError):
-    """The plugin cannot serve this call, and the configuration says that it must (`SpecConfig(strict=True)`)."""
 
 
 class AutoDistributedSpecModelForCausalLM:
@@ -53,7 +51,9 @@ class AutoDistributedSpecModelForCausalLM:
 
 def spec_model_class(base: type[Any]) -> type[Any]:
     """A subclass of the host's distributed class that decodes through the plugin."""
-    return type(base.__name__.replace("Distributed", "DistributedSpec", 1), (SpecDecodingMixin, base), {})
+    from bloombee_spec.client.streaming import StreamingMixin  # which extends the class below
+
+    return type(base.__name__.replace("Distributed", "DistributedSpec", 1), (StreamingMixin, base), {})
 
 
 class SpecDecodingMixin:
@@ -79,48 +79,44 @@ class SpecDecodingMixin:
         with SpecSession(self._spec_host, self, self.spec, max_length, **kwargs) as session, self.use_session(session):
             yield session
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self: Any, inputs: torch.Tensor | None = None, *args: Any, session: Any = None, **kwargs: Any) -> Any:
         """As the host's and transformers' `generate`. What the plugin cannot serve goes the host's own way, and says
         so once;
         with `SpecConfig(strict=True)` it raises.
 
-        :raises UnsupportedCall: strict, and the plugin cannot serve the call
+        :raises UnsupportedCall: strict, and the plugin cannot serve the call; or nobody can on a swarm
         """
+        kwargs = by_name(args, kwargs)
         if inputs is None:
             inputs = kwargs.get("input_ids")
         session = session if session is not None else self.active_session
         try:
             if self.spec.mode == "off":
                 raise NotForPlugin("mode is off")
-            if args:
-                raise NotForPlugin("positional arguments are passed on to the host")
             if session is not None and not isinstance(session, SpecSession):
                 raise NotForPlugin("the active session is the host's own")
             full = _with_history(inputs, session)
-            call = read_call(self, full, _with_mask(kwargs, inputs, full), self.spec.seed)
+            arguments = _with_mask(kwargs, inputs, full, session)
+            call = read_call(self, full, arguments, self.spec.seed, infer_mask=full is inputs)
             return self._spec_generate(
                 call, session, n_previous=full.shape[1] - (0 if inputs is None else inputs.shape[1])
             )
         except (NotForPlugin, NoPluginRoute) as e:
-            return self._host_generate(str(e), inputs, args, session, kwargs)
+            return self._host_generate(str(e), inputs, (), session, kwargs)
 
-    def _spec_generate(self: Any, call: Call, session: SpecSession | None, n_previous: int) -> torch.Tensor:
+    def _spec_generate(self: Any, call: Call, session: SpecSession | None, n_previous: int) -> Any:
         own = session is None
         context = SpecSession(self._spec_host, self, self.spec, call.longest) if own else nullcontext(session)
         started = time.perf_counter()
         with context as active:
             assert active is not None
             output = OutputRows(call)
-            requests = [
-                StreamRequest(row, len(row) + call.new_tokens, call.eos, call.sampling, i)
-                for i, row in enumerate(call.rows)
-            ]
+            active.padding = call.padding
             bytes_before = active.ring_bytes
-            for lane, tokens in active.decode(requests):
-                kept = output.append(lane, tokens)
-                if kept is not None:
-                    active.stop(lane, len(call.rows[lane]) + kept)
+            for lane, tokens in active.decode(call.requests, call.new_drafter):
+                for stopped, kept in output.append(lane, tokens):
+                    active.stop(stopped, len(call.rows[stopped]) + kept)
             sequences = output.finish()
             active.output_ids = sequences
             self.last_stats = active.statistics(active.mode, _sum(active.tallies), bytes_before, started)
@@ -128,7 +124,7 @@ class SpecDecodingMixin:
                 from dataclasses import replace
 
                 self.last_stats = replace(self.last_stats, stages=active.close())
-        return sequences[:, n_previous:].clone()
+        return output.result(sequences[:, n_previous:].clone())
 
     def _host_generate(self: Any, reason: str, inputs: Any, args: Any, session: Any, kwargs: dict[str, Any]) -> Any:
         if self.spec.strict:
@@ -153,13 +149,19 @@ def _with_history(inputs: torch.Tensor | None, session: SpecSession | None) -> A
     return previous if inputs is None else torch.cat([previous, inputs.to(previous.device)], dim=1)
 
 
-def _with_mask(kwargs: dict[str, Any], inputs: torch.Tensor | None, full: torch.Tensor | None) -> dict[str, Any]:
-    """A mask given for the new input alone is extended over the session's history."""
+def _with_mask(
+    kwargs: dict[str, Any], inputs: torch.Tensor | None, full: torch.Tensor | None, session: SpecSession | None
+) -> dict[str, Any]:
+    """A mask for the new input alone, or none, is completed by what is known of the session's history."""
     mask = kwargs.get("attention_mask")
-    if mask is None or full is None or mask.shape == full.shape or inputs is None or mask.shape != inputs.shape:
+    if full is None or full is inputs or session is None or (mask is not None and mask.shape == full.shape):
         return kwargs
-    history = mask.new_ones(full.shape[0], full.shape[1] - mask.shape[1])
-    return {**kwargs, "attention_mask": torch.cat([history, mask], dim=1)}
+    if mask is None:
+        mask = full.new_ones(full.shape[0], 0 if inputs is None else inputs.shape[1])
+    elif inputs is None or mask.shape != inputs.shape:
+        return kwargs
+    history = session.history_mask(full[:, : full.shape[1] - mask.shape[1]])
+    return {**kwargs, "attention_mask": torch.cat([history, mask.to(history)], dim=1)}
 
 
 def _sum(tallies: list[Tally]) -> Tally:

@@ -54,7 +54,7 @@ class RelayStream:
         self.held = min(self.held, len(request.tokens), next((i for i, (a, b) in pairs if a != b), self.held))
         self.committed, self.request = list(request.tokens), request
         self.finished = len(request.tokens) >= request.limit
-        self.chooser = make_chooser(dict(request.sampling or {}), request.row, vocab_size)
+        self.chooser = request.chooser or make_chooser(dict(request.sampling or {}), request.row, vocab_size)
         self.tally, self.failures = Tally(), 0
         if self.drafter is not None:
             self.drafter.start(request.tokens)
@@ -137,7 +137,8 @@ class RelayDecoder:
         self._host, self._model, self._config, self._max_length = host, model, config, max_length
         self._vocab_size: int = model.config.vocab_size
         least = config.min_probability or 0.0
-        self.streams = [RelayStream(lane, new_drafter(), ChainLength(least)) for lane in range(lanes)]
+        drafters = [new_drafter() if host.can_rewind else None for _ in range(lanes)]  # each miss is a step back
+        self.streams = [RelayStream(lane, drafter, ChainLength(least)) for lane, drafter in enumerate(drafters)]
         self._answers: queue.SimpleQueue[Lap] = queue.SimpleQueue()  # at most one lap per stream, and abandoned ones
         self.first_token_at: float | None = None
 
@@ -164,6 +165,9 @@ class RelayDecoder:
             if lap.error is not None:
                 self._retry(stream, lap.error)
                 continue
+            if stream.finished:  # stopped while this lap was on its way; the next one overwrites its rows
+                stream.lap = None
+                continue
             tokens = self._verified(stream, lap)
             self.first_token_at = self.first_token_at or time.perf_counter()
             yield stream.lane, tokens
@@ -173,7 +177,7 @@ class RelayDecoder:
         """The caller wants no more of this stream: keep `length` tokens."""
         self.streams[lane].stop(length)
 
-    def close(self) -> list[Any]:
+    def close(self, timeout: float = 0.0) -> list[Any]:
         """End all sessions; never raises. Plain servers do not tell what they counted."""
         for stream in self.streams:
             if stream.drafter is not None:

@@ -25,6 +25,7 @@ from bloombee_spec.wire.messages import (
     Link,
     Open,
     Opened,
+    Ping,
     Report,
     Rule,
     Statistics,
@@ -52,6 +53,7 @@ class _Stage:
     box: Outbox
     task: asyncio.Task[None] | None = None
     linking_since: float = 0.0
+    answered: bool = True  # the last ping
     bytes_received: int = 0
     statistics: Statistics | None = None
     closed: bool = False
@@ -174,6 +176,23 @@ class Ring:
     def bytes_down(self) -> int:
         return sum(stage.bytes_received for stage in self._stages)
 
+    def silent_stages(self, timeout: float) -> list[int]:
+        """Ask all stages whether they are there; those that do not say so within `timeout` seconds. A stage answers
+        while it computes, so a slow one is not silent."""
+        try:
+            return list(self._host.run(self._ping(timeout), timeout + 2))
+        except TimeoutError:
+            return []
+
+    async def _ping(self, timeout: float) -> list[int]:
+        for stage in self._stages:
+            stage.answered = False
+        self._put(encode(ControlFrame(Ping().to_wire())), tuple(range(len(self._stages))))
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and not all(stage.answered for stage in self._stages):
+            await asyncio.sleep(0.02)
+        return [index for index, stage in enumerate(self._stages) if not stage.answered]
+
     # ---------------------------------------------------------------- life
 
     async def _open(self, p2p: Any, requests: Sequence[Open], timeout: float) -> None:
@@ -229,6 +248,8 @@ class Ring:
                     self._fail(index, failure.reason, failure.blame)
                 elif frame.message.get("kind") == "Linked":
                     self.meter.answered(index, time.monotonic() - stage.linking_since)
+                elif frame.message.get("kind") == "Pong":
+                    stage.answered = True
                 elif frame.message.get("kind") == "Report":
                     self.meter.reported(index, Report.from_wire(frame.message))
                     self._choose_codec(index)
@@ -251,18 +272,18 @@ class Ring:
             where = f"stage {index} ({span.start}:{span.end} at {span.peer})"
             self.events.put(RingError(f"{where}: {reason}", culprit.peer))
 
-    def close(self) -> list[Statistics | None]:
-        """End the session everywhere; what the stages counted comes back, None where a stage did not answer. Never
-        raises."""
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> list[Statistics | None]:
+        """End the session everywhere; what the stages counted comes back, None where a stage did not answer within
+        `timeout` seconds. Never raises."""
         self.closed = True
         if self._loop is not None and self._stages:
             try:
-                self._host.run(self._close(), CLOSE_TIMEOUT + 2)
+                self._host.run(self._close(timeout), timeout + 2)
             except Exception:
                 pass
         return [stage.statistics for stage in self._stages]
 
-    async def _close(self) -> None:
+    async def _close(self, timeout: float) -> None:
         for stage in self._stages:
             try:
                 stage.box.put(ControlFrame(Close().to_wire()))
@@ -270,7 +291,7 @@ class Ring:
                 continue
         tasks = [stage.task for stage in self._stages if stage.task is not None]
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT)
+            await asyncio.wait(tasks, timeout=timeout)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*[stage.box.aclose(0.5) for stage in self._stages])

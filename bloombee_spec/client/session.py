@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host, NoRoute
 
 logger = get_logger(__name__)
+
+BROKEN_TIMEOUT = 0.5  # seconds to say goodbye to the stages of a broken ring
 
 
 class SpecSession:
@@ -43,6 +46,7 @@ class SpecSession:
         self._host_session: Any = None
         self._position = 0
         self._pending: list[StreamRequest] = []
+        self._lost: list[Tally] = []  # by lane, counted on rings that broke during the present call
         self._closed = False
         self._open_s = 0.0
 
@@ -73,13 +77,12 @@ class SpecSession:
         self, requests: Sequence[StreamRequest], new_drafter: Callable[[], Drafter | None]
     ) -> Iterator[tuple[int, list[int]]]:
         retries = 0
+        self._lost = []
         self._pending = pending = list(requests)
         while True:
             decoder = None
             try:
-                decoder = self._decoder_for(requests, new_drafter)
-                for stream in decoder.streams:
-                    stream.tally.retries = retries
+                decoder = self._decoder_for(requests, new_drafter, last=retries >= self._config.max_retries)
                 for lane, tokens in decoder.decode(pending):
                     pending[lane] = _continued(pending[lane], tokens)
                     self._position = max(len(request.tokens) for request in pending) - 1
@@ -89,8 +92,10 @@ class SpecSession:
                 return
             except RingError as e:
                 self._host.on_failure(self._model, e.peer)
-                self._drop_ring()
                 retries += 1
+                self._lost = self.tallies or [Tally()]
+                self._lost[0].retries = retries
+                self._drop_ring()
                 if retries > self._config.max_retries or not e.retriable:
                     raise
                 delay = min(0.1 * 2**retries, 5.0)
@@ -105,7 +110,7 @@ class SpecSession:
             self._decoder.stop(lane, length)
 
     def _decoder_for(
-        self, requests: Sequence[StreamRequest], drafters: Callable[[], Drafter | None]
+        self, requests: Sequence[StreamRequest], drafters: Callable[[], Drafter | None], last: bool
     ) -> RingDecoder | RelayDecoder:
         """The present one, or another where the call needs to verify at the client, or drafts with something else."""
         lanes = len(requests)
@@ -117,14 +122,16 @@ class SpecSession:
         if self._decoder is None:
             started = time.perf_counter()
             config = replace(self._config, client_verifies=True) if at_client else self._config
-            self._decoder, self._drafters = self._new_decoder(lanes, config, drafters), drafters
+            self._decoder, self._drafters = self._new_decoder(lanes, config, drafters, last), drafters
             self._open_s = time.perf_counter() - started
         return self._decoder
 
     def _new_decoder(
-        self, lanes: int, config: SpecConfig, drafters: Callable[[], Drafter | None]
+        self, lanes: int, config: SpecConfig, drafters: Callable[[], Drafter | None], last: bool
     ) -> RingDecoder | RelayDecoder:
         """
+        :param last: whether there will be no other attempt
+        :raises RingError: a ring that broke has no other servers for the moment
         :raises NoPluginRoute: the swarm has no ring, and the configuration insists on one
         """
         sizes: dict[str, Any] = {"lanes": lanes, "max_length": self._max_length}
@@ -134,6 +141,8 @@ class SpecSession:
                 ring = open_ring(self._host, self._model, config, **sizes)
                 return RingDecoder(self._host, self._model, ring, config, **sizes, new_drafter=drafters)
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
+                if not last and (self._lost or isinstance(e, NoRoute)):  # bans end, servers come back
+                    raise RingError(str(e)) from None
                 if self._config.mode == "ring":
                     raise
                 reason = str(e)
@@ -146,7 +155,7 @@ class SpecSession:
     def _drop_ring(self) -> None:
         self._bytes_before = self.ring_bytes
         if self._decoder is not None:
-            self._decoder.close()
+            self._decoder.close(BROKEN_TIMEOUT)
             self._decoder = None
 
     # ---------------------------------------------------------------- the host's interface
@@ -235,7 +244,9 @@ class SpecSession:
 
     @property
     def tallies(self) -> list[Tally]:
-        return [] if self._decoder is None else [stream.tally for stream in self._decoder.streams]
+        """Of the present call, by lane, with what was counted on rings that broke."""
+        now = [] if self._decoder is None else [stream.tally for stream in self._decoder.streams]
+        return [before.plus(after) for before, after in zip_longest(self._lost, now, fillvalue=Tally())]
 
     def close(self) -> tuple[Any, ...]:
         """End the session at all servers; never raises. Returns what the stages counted."""

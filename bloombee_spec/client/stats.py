@@ -74,6 +74,17 @@ class SpecStats:
 class Tally:
     """The same, while it is being counted."""
 
+    def plus(self, other: Tally) -> Tally:
+        """Both, one after the other."""
+        total = Tally()
+        for each in (self, other):
+            for name, value in vars(each).items():
+                if isinstance(value, Counter):
+                    getattr(total, name).update(value)
+                else:
+                    setattr(total, name, getattr(total, name) + value)
+        return total
+
     tokens: int = 0
     laps: int = 0
     hits: int = 0

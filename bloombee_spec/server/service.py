@@ -24,7 +24,7 @@ from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.allocator import AllocationRefused
 from bloombee_spec.server.session import CLIENT, COMMIT, DATA, StageSession
 from bloombee_spec.wire.frames import ControlFrame, FrameError, decode
-from bloombee_spec.wire.messages import Close, Failure, Hello, Link, Linked, Open, Opened, Rule, UseCodec
+from bloombee_spec.wire.messages import Close, Failure, Hello, Link, Linked, Open, Opened, Ping, Pong, Rule, UseCodec
 from bloombee_spec.wire.streams import (
     Outbox,
     StreamClosed,
@@ -127,6 +127,7 @@ class SpecService(ServicerBase):
             await box.aclose()
 
     async def _read_client(self, session: StageSession, reader: asyncio.StreamReader) -> None:
+        linking: list[asyncio.Future[None]] = []
         try:
             while True:
                 data = await read_frame_bytes(reader, self._idle_timeout)
@@ -143,7 +144,10 @@ class SpecService(ServicerBase):
                 elif frame.message.get("kind") == "Link":
                     Link.from_wire(frame.message)
                     session.client_box.put(ControlFrame(Linked().to_wire()))  # at once: it times the round trip
-                    await self._link(session)
+                    linking.append(asyncio.ensure_future(self._link(session)))
+                elif frame.message.get("kind") == "Ping":
+                    Ping.from_wire(frame.message)
+                    session.client_box.put(ControlFrame(Pong().to_wire()))
                 else:
                     Close.from_wire(frame.message)
                     session.client_box.put(ControlFrame(session.statistics().to_wire()))
@@ -158,6 +162,9 @@ class SpecService(ServicerBase):
         except Exception as e:
             logger.warning("Session failed", exc_info=True)
             session.fail(f"stage failed: {e!r}")
+        finally:
+            for task in linking:
+                task.cancel()
 
     async def _link(self, session: StageSession) -> None:
         """Open this stage's outgoing streams: activations to the next stage, commits to all listeners."""
@@ -165,19 +172,23 @@ class SpecService(ServicerBase):
         wanted = [(peer, stage, COMMIT) for stage, peer in enumerate(opened.listeners)]
         if opened.next is not None:
             wanted.append((opened.next, opened.stage + 1, DATA))
-        boxes = await asyncio.gather(*[self._dial(session, *target) for target in wanted])
-        next_box = boxes.pop() if opened.next is not None else None
-        session.link(next_box, boxes)
+        dialled = await asyncio.gather(*[self._dial(session, *target) for target in wanted])
+        boxes = [box for box in dialled if box is not None]
+        if len(boxes) == len(wanted):
+            next_box = boxes.pop() if opened.next is not None else None
+            session.link(next_box, boxes)
 
-    async def _dial(self, session: StageSession, peer: str, stage: int, role: str) -> Outbox:
+    async def _dial(self, session: StageSession, peer: str, stage: int, role: str) -> Outbox | None:
+        """None once the session failed, because that stage cannot be reached."""
         assert self._p2p is not None
         try:
             _, reader, writer = await asyncio.wait_for(
                 self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), STREAM_PROTOCOL), HELLO_TIMEOUT
             )
+            writer.write(framed(ControlFrame(Hello(session.open.session, stage, role).to_wire())))
         except Exception as e:
-            raise FrameError(f"stage {session.open.stage} cannot reach stage {stage} at {peer}: {e!r}") from None
-        writer.write(framed(ControlFrame(Hello(session.open.session, stage, role).to_wire())))
+            session.fail(f"stage {session.open.stage} cannot reach stage {stage} at {peer}: {e!r}", stage)
+            return None
         box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA)
         watch = asyncio.ensure_future(_watch(reader, session, stage))
         box.task.add_done_callback(lambda _: watch.cancel())

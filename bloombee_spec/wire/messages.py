@@ -214,6 +214,16 @@ class Close(Message):
 
 
 @dataclass(frozen=True)
+class Ping(Message):
+    """Client to stage: are you there? Answered with `Pong` at once, whatever the stage computes."""
+
+
+@dataclass(frozen=True)
+class Pong(Message):
+    pass
+
+
+@dataclass(frozen=True)
 class UseCodec(Message):
     """Client to stage: encode rows for the next hop in this one of the codecs that were agreed on for it."""
 

@@ -1,0 +1,259 @@
+"""Servers die, freeze, leave and lose their links in mid-text: is the answer the same, and how long does it stall?
+
+    python -m benchmarks.chaos --generations 20
+
+A random small model on `--spans` spans, two servers each, behind relays. In each generation one fault hits one server
+of the route (with `--anywhere`, of the swarm) at a random token; afterwards everything is put right again. The same
+faults hit the host's own `generate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.compare import SPEC_SERVER
+from benchmarks.scenario import toy_jobs, write
+from benchmarks.swarm import LocalSwarm, split_blocks
+from benchmarks.toy_models import make_toy_llama
+from benchmarks.wan import LinkShape
+from bloombee_spec import AutoDistributedSpecModelForCausalLM, SpecConfig
+from bloombee_spec.hosts.base import host_package
+
+BLOCKS = 8
+LIMIT_S = 90.0  # for a generation with a fault
+JUMP_S = 0.4  # one-way delay after a delay jump
+
+
+class Faults:
+    """Does harm to one server of a swarm, and repairs it."""
+
+    def __init__(self, swarm: LocalSwarm):
+        self._swarm, self._shape = swarm, swarm._links[0] or LinkShape()
+        self.kinds: dict[str, Callable[[int], None]] = {
+            "kill -9": self._kill, "freeze": self._freeze, "terminate": self._terminate, "cut": self._cut,
+            "silent cut": self._silent_cut, "delay jump": self._jump,
+        }  # fmt: skip
+
+    def repair(self, kind: str, index: int) -> None:
+        swarm = self._swarm
+        assert swarm.relays is not None
+        if kind == "freeze":
+            swarm.kill(index, signal.SIGCONT)
+        elif kind in ("cut", "silent cut"):
+            swarm.relays.restore(index)
+        elif kind == "delay jump":
+            swarm.relays.set_shape(index, self._shape, self._shape)
+        else:
+            swarm.restart(index)
+
+    def _kill(self, index: int) -> None:
+        self._swarm.kill(index, signal.SIGKILL)
+
+    def _freeze(self, index: int) -> None:
+        self._swarm.kill(index, signal.SIGSTOP)
+
+    def _terminate(self, index: int) -> None:
+        self._swarm.kill(index, signal.SIGTERM)
+
+    def _cut(self, index: int) -> None:
+        assert self._swarm.relays is not None
+        self._swarm.relays.cut(index)
+
+    def _silent_cut(self, index: int) -> None:
+        assert self._swarm.relays is not None
+        self._swarm.relays.cut(index, silent=True)
+
+    def _jump(self, index: int) -> None:
+        assert self._swarm.relays is not None
+        slow = LinkShape(delay_s=JUMP_S, bits_per_s=self._shape.bits_per_s)
+        self._swarm.relays.set_shape(index, slow, slow)
+
+
+class Trigger:
+    """A streamer that does something once, after so many tokens, and keeps the times of all."""
+
+    def __init__(self, at: int, action: Callable[[], None]):
+        self._at, self._action = at, action
+        self.times: list[float] = []
+        self._prompt = True
+
+    def put(self, _: Any) -> None:
+        if self._prompt:
+            self._prompt = False
+            return
+        self.times.append(time.monotonic())
+        if len(self.times) == self._at:
+            self._action()
+            self.times[-1] = time.monotonic()
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def stall_s(self) -> float:
+        """Longest wait for a token after the fault."""
+        after = self.times[self._at - 1 :]
+        return max((b - a for a, b in pairwise(after)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    method: str
+    fault: str
+    at: int
+    identical: bool
+    error: str
+    seconds: float
+    stall_s: float
+    retries: int
+
+
+def plugin_client(swarm: LocalSwarm, **config: Any) -> Any:
+    spec = SpecConfig(strict=True, max_retries=6, stall_timeout=20.0, connect_timeout=10.0, **config)
+    return AutoDistributedSpecModelForCausalLM.from_pretrained(
+        swarm.model, initial_peers=swarm.initial_peers, dht_prefix=swarm.dht_prefix, torch_dtype=torch.float32,
+        show_route=False, spec=spec,
+    )  # fmt: skip
+
+
+def host_client(swarm: LocalSwarm) -> Any:
+    return import_module(host_package()).AutoDistributedModelForCausalLM.from_pretrained(
+        swarm.model, initial_peers=swarm.initial_peers, dht_prefix=swarm.dht_prefix, torch_dtype=torch.float32,
+        show_route=False, request_timeout=20, max_retries=6,
+    )  # fmt: skip
+
+
+def generate(
+    model: Any,
+    ids: Sequence[int],
+    expected: Sequence[int],
+    fault: str,
+    at: int,
+    action: Callable[[], None],
+    method: str,
+) -> Outcome:
+    """One generation with a fault, in a thread that is given up on after `LIMIT_S`."""
+    trigger, found = Trigger(at, action), dict[str, Any]()
+
+    def run() -> None:
+        inputs = torch.tensor([list(ids)])
+        try:
+            out = model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=len(expected), do_sample=False,
+                streamer=trigger,
+            )  # fmt: skip
+            found["ids"] = out[0, len(ids) :].tolist()
+        except Exception as e:
+            found["error"] = repr(e)[:300]
+
+    started = time.monotonic()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    stats = getattr(model, "last_stats", None)
+    return Outcome(
+        method, fault, at, found.get("ids") == list(expected), found.get("error", "" if found else "no end"),
+        time.monotonic() - started, trigger.stall_s, stats.retries if stats is not None else 0,
+    )  # fmt: skip
+
+
+def on_route(swarm: LocalSwarm, model: Any, rng: random.Random) -> int:
+    """A server that the last generation went through; any for the host, who does not say."""
+    stats = getattr(model, "last_stats", None)
+    if stats is None or not stats.route:
+        return rng.randrange(len(swarm.servers))
+    peers = {line.split()[1] for line in stats.route}
+    return rng.choice([i for i, server in enumerate(swarm.servers) if server.peer_id in peers])
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    lines = [f"{'method':8} {'fault':12} {'same text':>9} {'p50 stall':>10} {'p95 stall':>10}  errors"]
+    for method in dict.fromkeys(o.method for o in outcomes):
+        for fault in [*dict.fromkeys(o.fault for o in outcomes), "all"]:
+            some = [o for o in outcomes if o.method == method and fault in (o.fault, "all")]
+            if not some:
+                continue
+            stalls = sorted(o.stall_s for o in some if o.identical) or [float("nan")]
+            errors = sorted({o.error.split("(")[0] for o in some if o.error})
+            lines.append(
+                f"{method:8} {fault:12} {sum(o.identical for o in some):4d}/{len(some):<4d}"
+                f" {stalls[len(stalls) // 2]:9.1f}s {stalls[int(0.95 * (len(stalls) - 1))]:9.1f}s  {', '.join(errors)}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generations", type=int, default=20, help="of each method")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--spans", type=int, default=2)
+    parser.add_argument("--delay-ms", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--anywhere", action="store_true", help="hit any server, not only those of the route")
+    parser.add_argument("--no-host", action="store_true", help="leave out the host's own generate")
+    parser.add_argument("--name", default="chaos")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="bloombee-spec-") as folder:
+        model_path = make_toy_llama(Path(folder) / "model", num_layers=BLOCKS, vocab_size=1009)
+        from transformers import LlamaForCausalLM
+
+        local = LlamaForCausalLM.from_pretrained(model_path, torch_dtype=torch.float32)
+        jobs = toy_jobs(4, args.new_tokens)
+        expected = {}
+        for job in jobs:
+            ids = torch.tensor([job.ids])
+            out = local.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=job.new_tokens)
+            expected[job.name] = out[0, len(job.ids) :].tolist()
+        shape = LinkShape(delay_s=args.delay_ms / 1e3)
+        spans = [span for span in split_blocks(BLOCKS, args.spans) for _ in range(2)]
+        with LocalSwarm(
+            model_path, spans, work_dir=Path(folder), wan=shape, server_command=SPEC_SERVER, seed=args.seed
+        ) as swarm:
+            faults = Faults(swarm)
+            for method in ("plugin", *(() if args.no_host else ("host",))):
+                rng = random.Random(args.seed)
+                model = plugin_client(swarm) if method == "plugin" else None
+                for i in range(args.generations):
+                    job = jobs[i % len(jobs)]
+                    kind = list(faults.kinds)[i % len(faults.kinds)]
+                    at = rng.randint(1, args.new_tokens - 2)
+                    if method == "host":
+                        model = host_client(swarm)  # a client of the host may hang for good
+                    victim = rng.randrange(len(spans)) if args.anywhere else on_route(swarm, model, rng)
+                    hit = threading.Event()
+
+                    def strike(kind: str = kind, victim: int = victim, hit: threading.Event = hit) -> None:
+                        hit.set()
+                        faults.kinds[kind](victim)
+
+                    outcome = generate(model, job.ids, expected[job.name], kind, at, strike, method)
+                    outcomes.append(outcome)
+                    print(f"{i}: server {victim}, {outcome}", flush=True)
+                    if hit.is_set():
+                        faults.repair(kind, victim)
+                if method == "plugin":
+                    model.close()
+    print(summary(outcomes))
+    path = write(args.name, {"settings": vars(args), "outcomes": [asdict(o) for o in outcomes]})
+    print(f"\n{path}")
+    return 0 if all(o.identical for o in outcomes if o.method == "plugin") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

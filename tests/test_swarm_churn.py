@@ -1,0 +1,66 @@
+"""Servers freeze, lose their links and die in mid-text; another replica takes over and the text is the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swarm_helpers import load_local, reference
+
+from benchmarks.chaos import Faults, generate, on_route, plugin_client
+from benchmarks.compare import SPEC_SERVER
+from benchmarks.scenario import toy_jobs
+from benchmarks.swarm import LocalSwarm
+from benchmarks.toy_models import make_toy_llama
+from benchmarks.wan import LinkShape
+
+pytestmark = pytest.mark.swarm
+NEW = 64
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_toy_llama(tmp_path_factory.mktemp("churn") / "model", num_layers=4, vocab_size=1009)
+
+
+@pytest.fixture(scope="module")
+def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSwarm]:
+    spans = [(0, 2), (0, 2), (2, 4), (2, 4)]
+    with LocalSwarm(
+        model_path, spans, work_dir=tmp_path_factory.mktemp("churn-swarm"), wan=LinkShape(delay_s=0.005),
+        server_command=SPEC_SERVER, extra_args=("--num_handlers", "1"),
+    ) as swarm:  # fmt: skip
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def model(replicas: LocalSwarm) -> Iterator[Any]:
+    found = plugin_client(replicas, mode="ring")
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("fault", ["freeze", "silent cut", "cut", "kill -9"])
+def test_a_server_of_the_route_fails_in_mid_text(
+    replicas: LocalSwarm, model: Any, model_path: Path, fault: str
+) -> None:
+    local, faults, rng = load_local(model_path), Faults(replicas), random.Random(fault)
+    for at, job in zip((2, 40), toy_jobs(2, NEW)):
+        ids = torch.tensor([job.ids])
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)  # shows the route
+        victim = on_route(replicas, model, rng)
+        expected = reference(local, job.ids, NEW)
+        outcome = generate(model, job.ids, expected, fault, at, lambda: faults.kinds[fault](victim), "plugin")  # noqa: B023
+        assert outcome.error == "" and outcome.identical
+        if "cut" not in fault:  # peers may talk over a connection that the victim opened, and no relay carries
+            assert outcome.retries >= 1, "the fault did not hit the ring"
+        assert model.last_stats.tokens == NEW, "what was counted before the break counts"
+        assert outcome.seconds < DEADLINE_S
+        if fault == "kill -9":
+            return  # the other replicas serve what is left
+        faults.repair(fault, victim)
