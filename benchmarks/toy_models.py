@@ -132,6 +132,8 @@ def make_toy_falcon(
     multi_query: bool = True,
     parallel_attention: bool = True,
     alibi: bool = False,
+    bias: bool = False,
+    tied: bool = True,
     seed: int = 0,
 ) -> Path:
     """A Falcon checkpoint; by default the layout of the 40B model: grouped queries, two norms, rotary, tied."""
@@ -147,7 +149,8 @@ def make_toy_falcon(
         multi_query=multi_query,
         parallel_attn=parallel_attention,
         alibi=alibi,
-        bias=False,
+        bias=bias,
+        tie_word_embeddings=tied,
         max_position_embeddings=2048,
         **_special_ids(None),
     )

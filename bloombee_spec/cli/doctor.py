@@ -118,15 +118,16 @@ def _model(model: str) -> str:
     from transformers import AutoConfig
 
     from bloombee_spec.server.families.registry import family_for
-    from bloombee_spec.server.heads import EMBEDDING, load_tensors
+    from bloombee_spec.server.heads import load_tensors
 
     if not Path(model).is_dir() and "/" not in model:
         raise Problem(f"{model!r} is neither a directory nor a hub name like org/model")
     try:
         config = AutoConfig.from_pretrained(model)
         family = family_for(config)
-        tensors = load_tensors(model, [EMBEDDING])
+        name = family.heads.embedding
+        tensors = load_tensors(model, [name])
     except Exception as e:
         raise Problem(f"{model}: {e}") from e
-    blocks, vocabulary = config.num_hidden_layers, len(tensors[EMBEDDING])
+    blocks, vocabulary = config.num_hidden_layers, len(tensors[name])
     return f"{config.model_type}, {blocks} blocks, family {family.name}, vocabulary {vocabulary}"

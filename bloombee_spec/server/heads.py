@@ -13,19 +13,21 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from bloombee_spec.server.families.base import UnsupportedModel
+from bloombee_spec.server.families.registry import family_for
 
 logger = get_logger(__name__)
 
-EMBEDDING, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 
 class Heads:
-    """Embeddings and/or norm + LM head of a checkpoint with the Llama layout, tied or not.
+    """Embeddings and/or norm + LM head of a checkpoint, tied or not, called as the model's family says.
 
     :param embed: load the token embeddings
     :param lm_head: load the final norm and the LM head
+    :raises UnsupportedModel: no family knows the model, or the checkpoint does not have what it says
     """
 
     def __init__(
@@ -39,21 +41,23 @@ class Heads:
         device: torch.device,
         **hub: Any,
     ):
-        tied = bool(getattr(config, "tie_word_embeddings", False))
-        names = ([EMBEDDING] if embed or (lm_head and tied) else []) + ([NORM] if lm_head else [])
-        if lm_head and not tied:
-            names.append(LM_HEAD)
+        layout = family_for(config).heads
+        head = layout.embedding if getattr(config, "tie_word_embeddings", False) else layout.lm_head
+        norms = _norm_names(layout.norm, layout.layer_norm) if lm_head else []
+        embedding_norms = _norm_names(layout.embedding_norm, True) if embed and layout.embedding_norm else []
+        tables = ([layout.embedding] if embed else []) + ([head] if lm_head else [])
+        names = list(dict.fromkeys(tables + norms + embedding_norms))
         tensors = {name: t.to(device=device, dtype=dtype) for name, t in load_tensors(model, names, **hub).items()}
-        expected = {EMBEDDING: (config.vocab_size, config.hidden_size), NORM: (config.hidden_size,)}
-        expected[LM_HEAD] = expected[EMBEDDING]
         for name, tensor in tensors.items():
-            if tuple(tensor.shape) != expected[name]:
-                raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {expected[name]}")
+            expected = (config.vocab_size, config.hidden_size) if name in tables else (config.hidden_size,)
+            if tuple(tensor.shape) != expected:
+                raise UnsupportedModel(f"{name} has shape {tuple(tensor.shape)}, the config says {expected}")
         self.vocab_size = int(config.vocab_size)
-        self._eps = float(config.rms_norm_eps)
-        self._embedding = tensors[EMBEDDING] if embed else None
-        self._norm = tensors.get(NORM)
-        self._lm_head = tensors.get(EMBEDDING if tied else LM_HEAD) if lm_head else None
+        self._eps = layout.eps
+        self._embedding = tensors[layout.embedding] if embed else None
+        self._embedding_norm = [tensors[name] for name in embedding_norms]
+        self._norm = [tensors[name] for name in norms]
+        self._lm_head = tensors[head] if lm_head else None
 
     @property
     def embeds(self) -> bool:
@@ -66,12 +70,23 @@ class Heads:
     def embed(self, tokens: list[int]) -> torch.Tensor:
         """:returns: `[n, hidden]`"""
         assert self._embedding is not None, "this stage has no embeddings"
-        return self._embedding[torch.tensor(tokens, device=self._embedding.device)]
+        embedded = self._embedding[torch.tensor(tokens, device=self._embedding.device)]
+        return self._apply(self._embedding_norm, embedded) if self._embedding_norm else embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[n, hidden]` before the final norm to `[n, vocab]` in fp32."""
-        assert self._lm_head is not None and self._norm is not None, "this stage has no LM head"
-        return F.linear(rms_norm(hidden, self._norm, self._eps), self._lm_head).float()
+        assert self._lm_head is not None, "this stage has no LM head"
+        return F.linear(self._apply(self._norm, hidden), self._lm_head).float()
+
+    def _apply(self, norm: list[torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """:param norm: weight of an RMSNorm, or weight and bias of a LayerNorm"""
+        if len(norm) == 1:
+            return rms_norm(hidden, norm[0], self._eps)
+        return F.layer_norm(hidden, norm[0].shape, norm[0], norm[1], self._eps)
+
+
+def _norm_names(module: str, layer_norm: bool) -> list[str]:
+    return [f"{module}.weight", f"{module}.bias"] if layer_norm else [f"{module}.weight"]
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

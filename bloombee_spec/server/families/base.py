@@ -1,10 +1,11 @@
 """The family seam: what a model family's block does to tree rows. A family is one file that knows the names inside its
-block."""
+block, and the names of the model's two ends in its checkpoints."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,25 @@ from bloombee_spec.kv.buffer import LaneView
 
 class UnsupportedModel(ValueError):
     """This model, or this way of loading it, cannot be served by the plugin; the host still serves it."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """What the model's two ends are called in its checkpoints.
+
+    :param norm: module name of the final norm
+    :param eps: of all norms named here
+    :param embedding_norm: module name of a LayerNorm behind the embeddings, or None
+    :param layer_norm: the final norm is a LayerNorm with a bias; else an RMSNorm without
+    :param lm_head: only read when the config does not tie it to the embeddings
+    """
+
+    embedding: str
+    norm: str
+    eps: float
+    embedding_norm: str | None = None
+    layer_norm: bool = False
+    lm_head: str = "lm_head.weight"
 
 
 class BlockFamily(ABC):
@@ -31,11 +51,17 @@ class BlockFamily(ABC):
 
     @property
     @abstractmethod
-    def kv_heads(self) -> int: ...
+    def kv_heads(self) -> int:
+        """Heads per column of a lane's KV buffer: the block's own, and what else `forward` keeps there."""
 
     @property
     @abstractmethod
     def head_dim(self) -> int: ...
+
+    @property
+    def heads(self) -> HeadLayout:
+        """Llama's, unless a family says otherwise."""
+        return HeadLayout("model.embed_tokens.weight", "model.norm", float(self.config.rms_norm_eps))
 
     @abstractmethod
     def check(self, block: nn.Module) -> None:
@@ -55,3 +81,12 @@ class BlockFamily(ABC):
     def select(self, shared: Any, kept: torch.Tensor) -> Any:
         """`shared` for the rows `kept` only."""
         return None if shared is None else tuple(part[kept] for part in shared)
+
+    def require(self, block: nn.Module, *parts: str) -> None:
+        """:raises UnsupportedModel: the block lacks one of these sub-modules (dotted names)"""
+        for part in parts:
+            try:
+                block.get_submodule(part)
+            except AttributeError:
+                known = f"not a {self.name.capitalize()} block that this version knows"
+                raise UnsupportedModel(f"{type(block).__name__} has no {part}: {known}") from None

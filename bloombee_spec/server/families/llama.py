@@ -13,16 +13,19 @@ from torch import nn
 
 from bloombee_spec.kv.buffer import LaneView, attend
 from bloombee_spec.server.families.base import BlockFamily, UnsupportedModel
+from bloombee_spec.server.families.rotary import rotary_factors, rotate
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies do not depend on the sequence length
 
 
 class LlamaFamily(BlockFamily):
     name = "llama"
+    feed_forward_part = "mlp"
+    rotary_part = "self_attn.rotary_emb"
 
     def __init__(self, config: Any):
         super().__init__(config)
-        scaling = getattr(config, "rope_scaling", None) or {}
+        scaling = getattr(config, "rope_scaling", None) or getattr(config, "rope_parameters", None) or {}
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         if rope_type not in ROPE_TYPES:
             raise UnsupportedModel(
@@ -41,38 +44,34 @@ class LlamaFamily(BlockFamily):
         )
 
     def check(self, block: nn.Module) -> None:
-        for path in (
-            "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-            "self_attn.rotary_emb", "post_attention_layernorm", "mlp",
-        ):  # fmt: skip
-            try:
-                block.get_submodule(path)
-            except AttributeError:
-                raise UnsupportedModel(
-                    f"{type(block).__name__} has no {path}: not a Llama block that this version knows"
-                ) from None
+        self.require(
+            block, "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+            self.rotary_part, "post_attention_layernorm", self.feed_forward_part,
+        )  # fmt: skip
 
     def prepare(
         self, block: nn.Module, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = block.self_attn.rotary_emb(hidden[None, :, : self.head_dim], positions[None])  # type: ignore[union-attr, operator]
-        return cos[0, :, None, :], sin[0, :, None, :]
+        return rotary_factors(block.get_submodule(self.rotary_part), hidden[None, :, : self.head_dim], positions)
 
     def forward(
         self, index: int, block: Any, hidden: torch.Tensor, shared: Any, lanes: Sequence[LaneView]
     ) -> torch.Tensor:
         attention, n = block.self_attn, hidden.shape[0]
         normed = block.input_layernorm(hidden)[None]  # [1, n, hidden]: quantised layers and adapters expect a batch
+        q, k, v = self.project(attention, normed)
+        attended = attend(index, lanes, rotate(q, *shared), rotate(k, *shared), v)
+        hidden = hidden + attention.o_proj(attended.reshape(1, n, -1))[0]
+        return hidden + self.feed_forward(block, block.post_attention_layernorm(hidden)[None])[0]
+
+    def project(self, attention: Any, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[n, heads, head_dim]`, and keys and values `[n, kv_heads, head_dim]`, before rotation."""
+        n = normed.shape[1]
         q = attention.q_proj(normed).view(n, -1, self.head_dim)
         k = attention.k_proj(normed).view(n, self.kv_heads, self.head_dim)
         v = attention.v_proj(normed).view(n, self.kv_heads, self.head_dim)
-        attended = attend(index, lanes, _rotate(q, *shared), _rotate(k, *shared), v)
-        hidden = hidden + attention.o_proj(attended.reshape(1, n, -1))[0]
-        return hidden + block.mlp(block.post_attention_layernorm(hidden)[None])[0]
+        return q, k, v
 
-
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`x` `[n, heads, head_dim]`, `cos`/`sin` `[n, 1, head_dim]`; halves are paired as in the Llama checkpoints."""
-    half = x.shape[-1] // 2
-    swapped = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos + swapped * sin
+    def feed_forward(self, block: Any, normed: torch.Tensor) -> torch.Tensor:
+        """`[1, n, hidden]` to `[1, n, hidden]`"""
+        return block.mlp(normed)  # type: ignore[no-any-return]

@@ -6,9 +6,19 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from bloombee_spec.server.families.base import BlockFamily, UnsupportedModel
+from bloombee_spec.server.families.bloom import BloomFamily
+from bloombee_spec.server.families.falcon import FalconFamily
 from bloombee_spec.server.families.llama import LlamaFamily
+from bloombee_spec.server.families.mixtral import MixtralFamily
+from bloombee_spec.server.families.qwen3 import Qwen3Family
 
-FAMILIES: dict[str, type[BlockFamily]] = {"llama": LlamaFamily}
+FAMILIES: dict[str, type[BlockFamily]] = {
+    "bloom": BloomFamily,
+    "falcon": FalconFamily,
+    "llama": LlamaFamily,
+    "mixtral": MixtralFamily,
+    "qwen3": Qwen3Family,
+}
 
 
 def family_for(config: Any) -> BlockFamily:
