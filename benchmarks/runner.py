@@ -50,17 +50,18 @@ def run_jobs(
     """Results in the order of `jobs`. A process that hangs is replaced, and goes on with the jobs that are left.
 
     :param limit_s: time for one job
-    :raises ClientFailed: no progress in `attempts` processes
+    :raises ClientFailed: no progress in `attempts` processes one after the other
     """
     done: dict[str, Result] = {}
     stamp = f"{method['name'].replace(' ', '_').replace('/', '_')}-{time.monotonic_ns()}"
     out = swarm.work_dir / f"{stamp}.jsonl"
     log = ""
-    for attempt in range(attempts):
+    processes = idle = 0
+    while idle < attempts:
         left = [job for job in jobs if job.name not in done]
         if not left:
             break
-        task = swarm.work_dir / f"{stamp}-{attempt}.json"
+        task = swarm.work_dir / f"{stamp}-{processes}.json"
         task.write_text(
             json.dumps(
                 {
@@ -72,8 +73,10 @@ def run_jobs(
                 }
             )
         )
-        log = _run_client(task, out, CLIENT_START_S + limit_s * len(left), swarm.work_dir / f"{stamp}-{attempt}.log")
+        log = _run_client(task, out, limit_s, swarm.work_dir / f"{stamp}-{processes}.log")
+        before = len(done)
         done.update({result.job: result for result in _read(out)})
+        processes, idle = processes + 1, 0 if len(done) > before else idle + 1
     missing = [job.name for job in jobs if job.name not in done]
     if missing:
         raise ClientFailed(f"{method['name']}: no result for {', '.join(missing)}\n{log[-3000:]}")
@@ -87,10 +90,12 @@ def _run_client(task: Path, out: Path, limit_s: float, log_path: Path) -> str:
     process.start()
     jobs = len(json.loads(task.read_text())["jobs"])
     before = len(_read(out))
-    deadline = time.monotonic() + limit_s
+    done, deadline = before, time.monotonic() + CLIENT_START_S + limit_s
     try:
-        while process.running and time.monotonic() < deadline and len(_read(out)) < before + jobs:
+        while process.running and time.monotonic() < deadline and done < before + jobs:
             time.sleep(0.1)
+            if len(_read(out)) > done:
+                done, deadline = len(_read(out)), time.monotonic() + limit_s
         process.wait(time.monotonic() + 5.0)  # a client may hang at exit: its results are safe already
     finally:
         process.kill()

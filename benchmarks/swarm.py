@@ -19,11 +19,12 @@ from types import FrameType, TracebackType
 from benchmarks.inprocess_swarm import InProcessSwarm
 from benchmarks.processes import LoggedProcess, StartupError
 from benchmarks.wan import LinkShape, RelaySpec, WanRelays
+from bloombee_spec.hosts.base import host_package
 
 __all__ = ["InProcessSwarm", "LocalSwarm", "ServerSpec", "StartupError", "SwarmServer", "free_port", "split_blocks"]
 
-RUN_SERVER = (sys.executable, "-m", "bloombee.cli.run_server")
-RUN_DHT = (sys.executable, "-m", "bloombee.cli.run_dht")
+RUN_SERVER = (sys.executable, "-m", f"{host_package()}.cli.run_server")
+RUN_DHT = (sys.executable, "-m", f"{host_package()}.cli.run_dht")
 DEFAULT_ARGS = (
     *("--torch_dtype", "float32", "--device", "cpu", "--throughput", "100.0", "--num_handlers", "2"),
     *("--skip_reachability_check", "--update_period", "5"),

@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,10 @@ def load_method(
         return _plugin(method, model, common)
     if method["kind"] == "host-speculative":
         return _host_speculative(method, model, common)
-    from bloombee import AutoDistributedModelForCausalLM
+    from bloombee_spec.hosts.base import host_package
 
-    return _plain_generate(AutoDistributedModelForCausalLM.from_pretrained(model, **common))
+    host_class = import_module(host_package()).AutoDistributedModelForCausalLM
+    return _plain_generate(host_class.from_pretrained(model, **common))
 
 
 def _local(model: str) -> tuple[Decode, Callable[[], None]]:

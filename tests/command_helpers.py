@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from host_helpers import INFO, PACKAGE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SITE_PACKAGES = Path(sysconfig.get_paths()["purelib"])
-HOST_INFO = "bloombee-0.1.3.dist-info"
 SCRIPT = Path(sys.executable).parent / "bloombee-spec"
 LIMIT_S = 240
 
@@ -42,7 +42,8 @@ def interpreter(site: Path | None = None) -> list[str]:
 
 def environment(*first: Path) -> dict[str, str]:
     path = os.pathsep.join(map(str, [*first, REPOSITORY]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of an old transformers about a new torch
+    return {**os.environ, **quiet, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
 
 
 def make_site(folder: Path, *, without: Sequence[str]) -> Path:
@@ -71,7 +72,7 @@ def edit_copy(site: Path, name: str, file: str, old: str, new: str) -> None:
 
 def copy_host(folder: Path) -> Path:
     """A folder with copies of the installed host's package and its dist-info."""
-    for name in ("bloombee", HOST_INFO):
+    for name in (PACKAGE, INFO):
         ignored = shutil.ignore_patterns("__pycache__", "*.tmp")
         shutil.copytree(SITE_PACKAGES / name, folder / name, ignore=ignored)
     return folder

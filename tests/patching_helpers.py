@@ -6,25 +6,28 @@ import argparse
 import base64
 import hashlib
 import importlib.metadata
+import json
 import stat
 from pathlib import Path
 
 import pytest
+from host_helpers import INFO, PACKAGE, VERSION
 
 from bloombee_spec.cli import patch as patch_command
+from bloombee_spec.patching.manifest import MANIFEST
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SET_FOLDER = REPOSITORY / "patches" / "bloombee-0.1.3"
+SET_FOLDER = REPOSITORY / "patches" / f"{PACKAGE}-{VERSION}"
 IMPORTS, PLUGINS = "hivemind-imports", "server-plugins"
-SHARED_FILE = "bloombee/server/server.py"  # the one file that both patches change
-INFO = "bloombee-0.1.3.dist-info"
+FILES = len(json.loads((SET_FOLDER / MANIFEST).read_bytes())["files"])  # that the two patches change
+SHARED_FILE = f"{PACKAGE}/server/server.py"  # the one file that both patches change
 
 
 def differences_from_record(root: Path) -> list[str]:
     """Files of the package whose hash is not the one that the wheel came with."""
     wrong = []
     for record in importlib.metadata.PathDistribution(root / INFO).files or ():
-        if record.hash is not None and record.parts[0] == "bloombee":
+        if record.hash is not None and record.parts[0] == PACKAGE:
             digest = hashlib.new(record.hash.mode, (root / record).read_bytes()).digest()
             if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != record.hash.value:
                 wrong.append(str(record))

@@ -10,7 +10,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from patching_helpers import INFO, SET_FOLDER, differences_from_record
+from host_helpers import INFO, PACKAGE
+from patching_helpers import SET_FOLDER, differences_from_record
 
 from bloombee_spec.patching.host import find_host, load_all, patches_directory
 from bloombee_spec.patching.plan import plan_revert
@@ -26,7 +27,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except PatchError as error:
         pytest.skip(f"needs the host that the patches are for: {error}")
     root = tmp_path_factory.mktemp("pristine")
-    shutil.copytree(host.root / "bloombee", root / "bloombee", ignore=shutil.ignore_patterns("__pycache__", "*.tmp"))
+    shutil.copytree(host.root / PACKAGE, root / PACKAGE, ignore=shutil.ignore_patterns("__pycache__", "*.tmp"))
     shutil.copytree(host.root / INFO, root / INFO)
     write_changes(root, plan_revert(host.patch_set, root, host.patch_set.patches))
     assert differences_from_record(root) == []

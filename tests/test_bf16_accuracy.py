@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_helpers import host_module
 
 from benchmarks.toy_models import make_toy_llama
 from bloombee_spec.kv.buffer import KVShape, LaneView
@@ -21,11 +22,9 @@ STEPS = [(0, 20), *[(i, i + 1) for i in range(20, LENGTH)]]  # a prefill, then s
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[Any]]:
-    from bloombee.server.from_pretrained import load_pretrained_block
-    from bloombee.utils.auto_config import AutoDistributedConfig
-
+    load_pretrained_block = host_module("server.from_pretrained").load_pretrained_block
     path: Path = make_toy_llama(tmp_path_factory.mktemp("bf16") / "model", num_layers=BLOCKS)
-    config = AutoDistributedConfig.from_pretrained(str(path))
+    config = host_module("utils.auto_config").AutoDistributedConfig.from_pretrained(str(path))
     return config, [load_pretrained_block(str(path), i, config=config, torch_dtype=torch.bfloat16) for i in range(2)]
 
 

@@ -8,31 +8,33 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command_helpers import HOST_INFO, SCRIPT, command, edit_copy, make_site
+from command_helpers import SCRIPT, command, edit_copy, make_site
+from host_helpers import INFO, PACKAGE, VERSION
 
 import bloombee_spec
 
 pytest_plugins = ("patching_trees",)
 
-WORKS = "bloombee 0.1.3"
+INSTALLED = f"{PACKAGE} {VERSION}"
+WORKS = "bloombee 0.1.3, petals 2.2.0.post1"
 
 
 @pytest.fixture(scope="module")
 def hostless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_site(tmp_path_factory.mktemp("hostless") / "site", without=["bloombee", HOST_INFO])
+    return make_site(tmp_path_factory.mktemp("hostless") / "site", without=[PACKAGE, INFO])
 
 
 @pytest.fixture(scope="module")
 def other_version(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = make_site(tmp_path_factory.mktemp("other") / "site", without=[])
-    edit_copy(site, HOST_INFO, "METADATA", "Version: 0.1.3", "Version: 9.8.7")
+    edit_copy(site, INFO, "METADATA", f"Version: {VERSION}", "Version: 9.8.7")
     return site
 
 
 @pytest.fixture(scope="module")
 def new_transformers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = make_site(tmp_path_factory.mktemp("new") / "site", without=[])
-    edit_copy(site, "transformers", "__init__.py", '__version__ = "4.43', '__version__ = "4.99')
+    edit_copy(site, "transformers", "__init__.py", '__version__ = "4.', '__version__ = "99.')
     return site
 
 
@@ -117,7 +119,7 @@ def test_doctor_finds_nothing_wrong_here(toy_path: Path) -> None:
     lines = lines_of(done)
     assert list(lines) == ["host", "patches", "host import", "hivemind", "p2pd", "torch", f"port {free}", "model"]
     assert {verdict for verdict, _ in lines.values()} == {"ok"} and done.returncode == 0, done.stdout
-    assert lines["host"][1] == WORKS
+    assert lines["host"][1] == INSTALLED
     assert lines["model"][1] == "llama, 8 blocks, family llama, vocabulary 211"
 
 
@@ -146,7 +148,7 @@ def test_doctor_without_a_host(hostless: Path) -> None:
 
 def test_doctor_of_a_host_as_published(pristine: Path) -> None:
     lines = lines_of(command("doctor", first=[pristine]))
-    assert lines["host"] == ("ok", WORKS)
+    assert lines["host"] == ("ok", INSTALLED)
     assert lines["patches"] == ("FAIL", "hivemind-imports is not applied: run `bloombee-spec patch apply`")
     assert lines["host import"][0] == "FAIL" and "cannot be imported" in lines["host import"][1]
 
@@ -161,7 +163,7 @@ def test_serve_without_a_host_is_one_sentence(hostless: Path) -> None:
 
 def test_serve_on_an_unsupported_host_names_what_was_found_and_what_works(other_version: Path) -> None:
     said = complaint(command("serve", "MODEL", site=other_version))
-    assert "found bloombee 9.8.7, which this version does not support" in said and WORKS in said
+    assert f"found {PACKAGE} 9.8.7, which this version does not support" in said and WORKS in said
 
 
 def test_serve_on_a_host_as_published_names_the_command_that_helps(pristine: Path) -> None:
@@ -171,7 +173,7 @@ def test_serve_on_a_host_as_published_names_the_command_that_helps(pristine: Pat
 
 def test_serve_passes_on_why_the_host_refuses_its_environment(new_transformers: Path) -> None:
     said = complaint(command("serve", "MODEL", site=new_transformers))
-    assert f"{WORKS} does not work in this environment" in said and "transformers" in said
+    assert f"{INSTALLED} does not work in this environment" in said and "transformers" in said
 
 
 def test_patch_without_a_host(hostless: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from command_helpers import REPOSITORY, SCRIPT, alive_with, command, copy_host, environment
 from connect_helpers import connect
+from host_helpers import PACKAGE
 from swarm_helpers import PLAIN, SUFFIX, decode, load_local, prompts, reference, respec
 from transformers import AutoTokenizer
 
@@ -30,7 +31,7 @@ NEW = 24
 LIMIT_S = 120.0
 MARK = "COMMANDS_TEST_RUN"
 SERVE = (str(SCRIPT), "serve")
-RUN_SERVER = (sys.executable, "-m", "bloombee.cli.run_server")
+RUN_SERVER = (sys.executable, "-m", f"{PACKAGE}.cli.run_server")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def client_of(servers: LocalSwarm, *chosen: int) -> AbstractContextManager[Any]:
 def test_the_third_server_runs_the_host_without_the_hook(servers: LocalSwarm, imports_only: Path) -> None:
     third = psutil.Process(servers.servers[2].pid)
     assert third.environ()["PYTHONPATH"].split(os.pathsep)[0] == str(imports_only)
-    source = (imports_only / "bloombee" / "server" / "server.py").read_text()
+    source = (imports_only / PACKAGE / "server" / "server.py").read_text()
     assert "container_class" not in source and str(imports_only) not in sys.path
 
 

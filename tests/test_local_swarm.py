@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from host_helpers import host_module
 
 from benchmarks.processes import LoggedProcess, StartupError
 from benchmarks.swarm import InProcessSwarm, LocalSwarm, ServerSpec, free_ports, split_blocks
@@ -167,9 +168,7 @@ with LocalSwarm("unused", [], work_dir={str(tmp_path)!r}) as swarm:
 
 @pytest.mark.swarm
 def test_in_process_swarm_starts_and_stops_with_the_servers_of_a_factory(tmp_path: Path):
-    from bloombee.server.server import Server
-
-    class OwnServer(Server):  # type: ignore[misc]
+    class OwnServer(host_module("server.server").Server):  # type: ignore[misc]
         pass
 
     model = make_toy_llama(tmp_path / "model", num_layers=2)

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from host_helpers import PACKAGE
 from patching_helpers import (
+    FILES,
     IMPORTS,
     PLUGINS,
     SHARED_FILE,
@@ -32,7 +34,7 @@ def test_revert_restores_every_byte_mode_and_owner(host_copy: Path, capsys: pyte
     assert run_patch(host_copy, "apply") == 0
     assert patch_status(host_copy, capsys) == {IMPORTS: "applied", PLUGINS: "applied"}
     after = snapshot(host_copy)
-    assert len(differences_from_record(host_copy)) == 23
+    assert len(differences_from_record(host_copy)) == FILES
     assert {path: rights for path, (_, *rights) in after.items()} == {p: rights for p, (_, *rights) in before.items()}
     assert run_patch(host_copy, "revert") == 0
     assert snapshot(host_copy) == before
@@ -91,7 +93,7 @@ def test_hard_links_of_a_package_cache_keep_their_content(host_copy: Path, tmp_p
 
 
 @pytest.mark.parametrize("action", ["apply", "revert"])
-@pytest.mark.parametrize("written", [0, 1, 11, 22])
+@pytest.mark.parametrize("written", [0, 1, 11, FILES - 1])
 @pytest.mark.parametrize("recovery", ["apply", "revert"])
 def test_a_run_that_fails_half_way_is_completed_or_undone(
     host_copy: Path,
@@ -110,7 +112,7 @@ def test_a_run_that_fails_half_way_is_completed_or_undone(
     with monkeypatch.context() as context:
         context.setattr(os, "replace", _failing_after(written, _no_space))
         assert run_patch(host_copy, action) == 1
-    assert f"{written} of 23 files are written" in capsys.readouterr().err
+    assert f"{written} of {FILES} files are written" in capsys.readouterr().err
     middle = snapshot(host_copy)
     assert middle.keys() == original.keys(), "temporary files were left"
     assert sum(middle[path] != start[path] for path in start) == written
@@ -137,7 +139,7 @@ def test_a_killed_run_leaves_nothing_that_the_next_one_does_not_clean(host_copy:
     if recovery == "revert":
         assert snapshot(host_copy) == original
     else:
-        assert len(differences_from_record(host_copy)) == 23
+        assert len(differences_from_record(host_copy)) == FILES
 
 
 def _failing_after(count: int, failure: Callable[[], None]) -> Callable[[Path, Path], None]:
@@ -160,7 +162,7 @@ def _no_space() -> None:
 
 def test_a_second_run_at_the_same_time_is_refused(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = snapshot(host_copy)
-    with exclusive(host_copy / "bloombee"):
+    with exclusive(host_copy / PACKAGE):
         assert run_patch(host_copy, "apply") == 1
     assert "another run" in capsys.readouterr().err
     assert snapshot(host_copy) == before

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from host_helpers import INFO, PACKAGE, VERSION
 from patching_helpers import (
     IMPORTS,
-    INFO,
     PLUGINS,
     SET_FOLDER,
     SHARED_FILE,
@@ -34,7 +34,7 @@ def _edit(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"# mine\n")
 
 
-@pytest.mark.parametrize("victim", ["bloombee/utils/ping.py", SHARED_FILE, "bloombee/cli/run_server.py"])
+@pytest.mark.parametrize("victim", [f"{PACKAGE}/utils/ping.py", SHARED_FILE, f"{PACKAGE}/cli/run_server.py"])
 @pytest.mark.parametrize("action", ["apply", "revert"])
 def test_an_edited_file_is_named_and_nothing_changes(
     host_copy: Path, capsys: pytest.CaptureFixture[str], victim: str, action: str
@@ -52,7 +52,7 @@ def test_an_edited_file_is_named_and_nothing_changes(
 
 
 def test_an_edit_outside_of_the_chosen_patch_does_not_matter(host_copy: Path) -> None:
-    _edit(host_copy / "bloombee/cli/run_server.py")  # only server-plugins changes it
+    _edit(host_copy / PACKAGE / "cli/run_server.py")  # only server-plugins changes it
     assert run_patch(host_copy, "apply", "--only", IMPORTS) == 0
 
 
@@ -66,8 +66,8 @@ def test_a_missing_file_is_named(host_copy: Path, capsys: pytest.CaptureFixture[
 
 def test_a_symbolic_link_is_not_followed(host_copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     outside = tmp_path / "outside"
-    shutil.move(host_copy / "bloombee/server", outside)
-    (host_copy / "bloombee/server").symlink_to(outside)
+    shutil.move(host_copy / PACKAGE / "server", outside)
+    (host_copy / PACKAGE / "server").symlink_to(outside)
     before = snapshot(tmp_path)
     assert run_patch(host_copy, "apply") == 1
     assert "symbolic link" in capsys.readouterr().err
@@ -103,12 +103,12 @@ def test_a_file_edited_between_reading_and_writing_is_not_overwritten(host_copy:
 
 def test_another_version_is_refused(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     metadata = host_copy / INFO / "METADATA"
-    metadata.write_text(metadata.read_text().replace("Version: 0.1.3", "Version: 0.1.4", 1))
+    metadata.write_text(metadata.read_text().replace(f"Version: {VERSION}", "Version: 0.1.4", 1))
     before = snapshot(host_copy)
     for action in ("apply", "revert", "status"):
         assert run_patch(host_copy, action) == 1
         error = capsys.readouterr().err
-        assert "bloombee 0.1.4 is installed" in error and "bloombee 0.1.3" in error
+        assert f"{PACKAGE} 0.1.4 is installed" in error and f"{PACKAGE} {VERSION}" in error
     assert snapshot(host_copy) == before
 
 
@@ -120,13 +120,13 @@ def test_a_folder_without_a_host_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_a_host_described_twice_is_refused(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(host_copy / INFO, host_copy / "bloombee-0.1.2.dist-info")
+    shutil.copytree(host_copy / INFO, host_copy / f"{PACKAGE}-0.1.2.dist-info")
     assert run_patch(host_copy, "apply") == 1
     assert "more than once" in capsys.readouterr().err
 
 
 def test_metadata_without_the_package_is_refused(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.rmtree(host_copy / "bloombee")
+    shutil.rmtree(host_copy / PACKAGE)
     assert run_patch(host_copy, "apply") == 1
     assert "editable install" in capsys.readouterr().err
 
@@ -188,7 +188,7 @@ def test_a_manifest_that_does_not_fit_is_refused(
 
 
 def test_a_diff_outside_of_the_host_is_refused(set_copy: Path) -> None:
-    diff = (set_copy / f"{PLUGINS}.patch").read_bytes().replace(b"/bloombee/", b"/torch/")
+    diff = (set_copy / f"{PLUGINS}.patch").read_bytes().replace(f"/{PACKAGE}/".encode(), b"/torch/")
     (set_copy / f"{PLUGINS}.patch").write_bytes(diff)
     document = json.loads((set_copy / MANIFEST).read_bytes())
     document["patches"][1]["sha256"] = hashlib.sha256(diff).hexdigest()

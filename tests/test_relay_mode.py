@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_helpers import host_module, only_on
 from swarm_helpers import VOCAB, Knowing, client, decode, prompts, reference, respec
 
 from bloombee_spec import SpecConfig
@@ -35,16 +36,18 @@ SCRIPTS = {
 }
 
 
+speculates = only_on("bloombee")  # the other host's servers cannot go back to an earlier position
+
+
 @pytest.fixture(scope="module")
 def servers(toy_path: Any) -> Iterator[Any]:
     """Two plain servers (0, 1) and two with the plugin (2, 3), each pair covers all blocks."""
-    from bloombee.server.server import Server
-
     from benchmarks.inprocess_swarm import InProcessSwarm
     from bloombee_spec.hosts.base import load_host
     from bloombee_spec.server.config import SpecServerConfig
 
-    kinds = iter([Server, Server] + [load_host().server_class(SpecServerConfig())] * 2)
+    stock = host_module("server.server").Server
+    kinds = iter([stock, stock] + [load_host().server_class(SpecServerConfig())] * 2)
     with InProcessSwarm(
         toy_path, [(0, 4), (4, 8)] * 2, server_factory=lambda **arguments: next(kinds)(**arguments)
     ) as running:
@@ -115,6 +118,7 @@ def test_without_a_drafter_each_token_is_a_lap(model: Any, expected: Any) -> Non
     assert [line.split()[0] for line in stats.route] == ["0:4", "4:8"]
 
 
+@speculates
 def test_acceptance_of_nine_tenths_saves_laps(model: Any, expected: Any) -> None:
     respec(model, drafter=_knowing(expected, SCRIPTS["h=0.9"]))
     for ids, target in expected[:3]:
@@ -128,6 +132,15 @@ def test_acceptance_of_nine_tenths_saves_laps(model: Any, expected: Any) -> None
         assert stats.rows_computed <= 2 * (len(ids) + NEW - 1 + wasted)
 
 
+@only_on("petals")
+def test_servers_that_cannot_step_back_get_no_candidates(model: Any, expected: Any) -> None:
+    respec(model, drafter=_knowing(expected, Script(1.0)))
+    ids, target = expected[0]
+    assert decode(model, ids, NEW) == target[:NEW]
+    stats = model.last_stats
+    assert (stats.mode, stats.laps, stats.proposed) == ("relay", NEW, 0)
+
+
 @pytest.mark.parametrize("name", ["suffix", *SCRIPTS])
 def test_every_drafter_is_exact(model: Any, expected: Any, name: str) -> None:
     respec(model, drafter=name if name == "suffix" else _knowing(expected, SCRIPTS[name]))
@@ -136,6 +149,7 @@ def test_every_drafter_is_exact(model: Any, expected: Any, name: str) -> None:
         assert model.last_stats.mode == "relay"
 
 
+@speculates
 @pytest.mark.parametrize("new", [1, 2, 3])
 def test_no_token_beyond_the_limit(model: Any, expected: Any, new: int) -> None:
     respec(model, drafter=_knowing(expected, Script(1.0)))
@@ -200,6 +214,7 @@ def test_several_calls_in_one_session(model: Any, expected: Any, toy_local: Any,
         assert session.mode == "relay"
 
 
+@speculates
 def test_long_prompt_takes_several_steps(model: Any, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "STEP_ROWS", 4)
     monkeypatch.setattr(relay, "STEP_ROWS", 4)

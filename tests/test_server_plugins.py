@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from host_helpers import PACKAGE
 from patching_helpers import (
     REPOSITORY,
     run_patch,
@@ -39,8 +40,8 @@ class Toy:
 toy = Toy()
 """
 
-CONTAINER_CHECK = """
-from bloombee.server.server import ModuleContainer, Server
+CONTAINER_CHECK = f"""
+from {PACKAGE}.server.server import ModuleContainer, Server
 
 class Chosen(Exception):
     pass
@@ -63,10 +64,10 @@ except Chosen as chosen:
     print("CHOSEN", *chosen.args)
 """
 
-SPEC_CHECK = """
+SPEC_CHECK = f"""
 import sys
-from bloombee.cli import run_server
-from bloombee.server import server
+from {PACKAGE}.cli import run_server
+from {PACKAGE}.server import server
 
 def stop(self, **kwargs):
     left = [key for key in kwargs if key.startswith("spec")]
@@ -90,7 +91,7 @@ def patched_host(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def plugin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two installed plugins: a toy, and this project's own under the entry point that pyproject.toml declares."""
     declared = re.search(
-        r'\[project\.entry-points\."bloombee\.server_plugins"\]\n(spec = "[\w.:]+")',
+        rf'\[project\.entry-points\."{PACKAGE}\.server_plugins"\]\n(spec = "[\w.:]+")',
         (REPOSITORY / "pyproject.toml").read_text(),
     )
     assert declared is not None
@@ -105,7 +106,7 @@ def _declare(folder: Path, name: str, entry_point: str) -> None:
     info = folder / f"{name}-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[bloombee.server_plugins]\n{entry_point}\n")
+    (info / "entry_points.txt").write_text(f"[{PACKAGE}.server_plugins]\n{entry_point}\n")
 
 
 def _python(paths: list[Path], cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -122,14 +123,14 @@ def _python(paths: list[Path], cwd: Path, *words: str) -> subprocess.CompletedPr
 
 def test_plugins_add_their_flags_to_the_patched_host(patched_host: Path, plugin_folder: Path, tmp_path: Path) -> None:
     paths = [plugin_folder, patched_host]
-    shown = _python(paths, tmp_path, "-m", "bloombee.cli.run_server", "--help")
+    shown = _python(paths, tmp_path, "-m", f"{PACKAGE}.cli.run_server", "--help")
     assert shown.returncode == 0, shown.stderr
     flags = set(re.findall(r"^  (--[\w-]+)", shown.stdout, flags=re.MULTILINE))
     assert {"--num_blocks", "--toy-level", "--spec", "--spec-heads"} <= flags
 
 
 def test_a_plugin_provides_the_server_class(patched_host: Path, plugin_folder: Path, tmp_path: Path) -> None:
-    command = ("-m", "bloombee.cli.run_server", "MODEL", "--toy-level", "3")
+    command = ("-m", f"{PACKAGE}.cli.run_server", "MODEL", "--toy-level", "3")
     run = _python([plugin_folder, patched_host], tmp_path, *command)
     assert run.returncode == 7, run.stderr
     assert "TOY 3 MODEL False" in run.stdout

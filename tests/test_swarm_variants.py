@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from connect_helpers import connect
+from host_helpers import PACKAGE, host_module
 from swarm_helpers import PLAIN, SUFFIX, VOCAB, Knowing, decode, prompts, reference, respec
 from transformers import LlamaForCausalLM
 
@@ -50,13 +51,16 @@ HEADS = {
     "both": (((0, 4, "both"), (4, 8, "both")), True, True),
     "at the wrong ends": (((0, 4, "lm_head"), (4, 8, "embed")), False, False),
 }
+LINEAR, LLAMA3 = ROPE_SCALING["linear"], ROPE_SCALING["llama3"]
+if PACKAGE == "petals":  # its transformers names the first one differently, and does not know the second
+    LINEAR, LLAMA3 = {"type": "linear", "factor": 2.0}, None
 SHAPES: dict[str, dict[str, Any]] = {
     # 5 query heads of width 14 that share one KV head
     "tied-llama3": dict(
-        hidden_size=70, num_heads=5, num_kv_heads=1, tied=True, rope_scaling=ROPE_SCALING["llama3"], num_layers=4
+        hidden_size=70, num_heads=5, num_kv_heads=1, tied=True, rope_scaling=LLAMA3, num_layers=4
     ),
     "biased-linear": dict(
-        hidden_size=66, num_heads=3, num_kv_heads=3, attention_bias=True, rope_scaling=ROPE_SCALING["linear"],
+        hidden_size=66, num_heads=3, num_kv_heads=3, attention_bias=True, rope_scaling=LINEAR,
         num_layers=3, rope_theta=500_000.0,
     ),
     "two-blocks": dict(num_layers=2),
@@ -96,8 +100,6 @@ class Variants:
 
 @pytest.fixture(scope="module")
 def variants(toy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Variants]:
-    from bloombee.utils.convert_block import QuantType
-
     from bloombee_spec.hosts.base import load_host
 
     folder = tmp_path_factory.mktemp("variants")
@@ -109,7 +111,7 @@ def variants(toy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         kind, (_, _, heads) = next(described)
         options = dict(kind.options)
         if "quant_type" in options:
-            options["quant_type"] = QuantType[options["quant_type"]]
+            options["quant_type"] = host_module("utils.convert_block").QuantType[options["quant_type"]]
         arguments.update(converted_model_name_or_path=str(paths[kind.model]), dht_prefix=kind.prefix, **options)
         return load_host().server_class(SpecServerConfig(heads=heads))(**arguments)
 
@@ -117,7 +119,7 @@ def variants(toy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     messages: list[str] = []
     collector = logging.Handler(logging.ERROR)
     collector.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    adapter_log = logging.getLogger("bloombee_spec.hosts.bloombee")
+    adapter_log = logging.getLogger("bloombee_spec.hosts.container")
     adapter_log.addHandler(collector)
     try:
         with InProcessSwarm(toy_path, ranges, server_factory=start, startup_timeout_s=300.0) as swarm:

@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+
+try:
+    from transformers.cache_utils import Cache
+except ImportError as e:
+    raise ImportError("model drafters need transformers 4.37 or newer; the suffix drafter works with any") from e
 
 
 class TreeCache(Cache):  # type: ignore[misc]

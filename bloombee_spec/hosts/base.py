@@ -12,7 +12,7 @@ import torch
 
 from bloombee_spec.server.config import SpecServerConfig
 
-SUPPORTED = {"bloombee": ("0.1.3",)}
+SUPPORTED = {"bloombee": ("0.1.3",), "petals": ("2.2.0.post1",)}
 
 
 class HostError(RuntimeError):
@@ -35,8 +35,9 @@ class Span:
 class Host(ABC):
     """One implementation per host package. Models below are instances of the class that `model_class` returns."""
 
-    name: str
+    name: str  # of the distribution, and of its package
     version: str
+    can_rewind: bool  # its servers let an open session go back to an earlier position
 
     # ------------------------------------------------------------ client
 
@@ -107,8 +108,8 @@ class Host(ABC):
     # ------------------------------------------------------------ server
 
     @abstractmethod
-    def server_class(self, config: SpecServerConfig) -> type[Any]:
-        """The host's `Server`, extended with the plugin's service."""
+    def server_class(self, config: SpecServerConfig, base: type[Any] | None = None) -> type[Any]:
+        """The host's `Server`, or its subclass `base`, extended with the plugin's service."""
 
     @abstractmethod
     def serve(self, argv: Sequence[str], config: SpecServerConfig) -> None:
@@ -118,7 +119,7 @@ class Host(ABC):
 def installed_hosts() -> dict[str, str]:
     """Host packages found in this environment, with versions; nothing is imported."""
     found = {}
-    for name in ("bloombee", "petals"):
+    for name in SUPPORTED:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -126,31 +127,50 @@ def installed_hosts() -> dict[str, str]:
     return found
 
 
-def load_host() -> Host:
-    """The adapter of the installed host.
+def supported_hosts() -> str:
+    """Every host that this version works with, for messages."""
+    return ", ".join(f"{name} {version}" for name, versions in SUPPORTED.items() for version in versions)
 
-    :raises HostError: none installed, an unsupported version, or one that cannot be imported
+
+def host_package() -> str:
+    """The package of the installed host; nothing is imported.
+
+    :raises HostError: none is installed, or an unsupported version
     """
-    works = ", ".join(f"{name} {version}" for name, versions in SUPPORTED.items() for version in versions)
     found = installed_hosts()
     if not found:
-        raise HostError(f"no swarm host is installed; bloombee-spec {_own_version()} works with {works}")
+        raise HostError(f"no swarm host is installed; bloombee-spec {_own_version()} works with {supported_hosts()}")
     for name, version in found.items():
-        if version not in SUPPORTED.get(name, ()):
-            continue
-        try:
-            from bloombee_spec.hosts.bloombee import BloomBeeHost
-
-            return BloomBeeHost()
-        except ImportError as e:
-            raise HostError(
-                f"{name} {version} is installed but cannot be imported ({e}); run `bloombee-spec patch apply`, then "
-                "`bloombee-spec doctor`"
-            ) from e
-        except AssertionError as e:  # how the host checks the version of transformers
-            raise HostError(f"{name} {version} does not work in this environment: {e}") from e
+        if version in SUPPORTED[name]:
+            return name
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
-    raise HostError(f"found {listed}, which this version does not support; it works with {works}")
+    raise HostError(f"found {listed}, which this version does not support; it works with {supported_hosts()}")
+
+
+def load_host(package: str | None = None) -> Host:
+    """The adapter of the installed host.
+
+    :param package: the host to load where several are installed; None: the first supported one
+    :raises HostError: none installed, an unsupported version, or one that cannot be imported
+    """
+    name = package or host_package()
+    version = installed_hosts().get(name, "(not installed)")
+    if version not in SUPPORTED.get(name, ()):
+        raise HostError(f"{name} {version} is not supported by this version; it works with {supported_hosts()}")
+    try:
+        adapter: type[Host]
+        if name == "petals":
+            from bloombee_spec.hosts.petals import PetalsHost as adapter
+        else:
+            from bloombee_spec.hosts.bloombee import BloomBeeHost as adapter
+        return adapter()
+    except ImportError as e:
+        raise HostError(
+            f"{name} {version} is installed but cannot be imported ({e}); run `bloombee-spec patch apply`, then "
+            "`bloombee-spec doctor`"
+        ) from e
+    except AssertionError as e:  # how a host checks the version of transformers
+        raise HostError(f"{name} {version} does not work in this environment: {e}") from e
 
 
 def _own_version() -> str:

@@ -1,4 +1,5 @@
-"""What `run_server ... --spec` loads: the entry point `spec` of the host's plugin group `bloombee.server_plugins`.
+"""What `run_server ... --spec` loads: the entry point `spec` of the host's plugin group, such as
+`bloombee.server_plugins`.
 
 The host loads every installed plugin just to know its flags, so nothing heavy is imported before it is needed.
 """
@@ -33,10 +34,11 @@ class SpecPlugin:
             raise ValueError(f"{', '.join(ignored)}: no effect without --spec. Add --spec, or remove the flag")
         if not enabled:
             return base
-        from bloombee_spec.hosts.bloombee import make_server_class
+        from bloombee_spec.hosts.base import SUPPORTED, load_host
 
-        subclass: type[Any] = make_server_class(base, config)
-        return subclass
+        packages = [cls.__module__.partition(".")[0] for cls in base.__mro__]  # a plugin may have subclassed it
+        host = load_host(next((package for package in packages if package in SUPPORTED), packages[0]))
+        return host.server_class(config, base)
 
 
 def _changed_flags(args: dict[str, Any]) -> list[str]:

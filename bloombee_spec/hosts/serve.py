@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def run_host_command(argv: Sequence[str], server_class: type[Any], module: str = "bloombee.cli.run_server") -> None:
-    """Parse `argv` exactly as the host does and run `server_class` instead of its `Server`. Blocks until the server
-    ends.
+def run_host_command(argv: Sequence[str], server_class: type[Any], module: str) -> None:
+    """Parse `argv` exactly as the host's command `module` does and run `server_class` instead of its `Server`. Blocks
+    until the server ends.
 
     The host builds its argument parser and its server in one function, so the command's file is executed as a module
     of our own
