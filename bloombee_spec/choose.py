@@ -28,7 +28,7 @@ def make_chooser(
 
     def choose(logits: torch.Tensor, committed: Sequence[int]) -> int:
         position = len(committed)
-        token = rule.choose(logits, committed, position)
+        token = rule.choose(logits.to(device), committed, position)
         rule.commit(position)
         return token
 

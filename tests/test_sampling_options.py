@@ -118,6 +118,7 @@ def test_own_penalties_are_arguments():
         ("encoder_no_repeat_ngram_size", 2),
         ("forced_decoder_ids", [[1, 2]]),
         ("top_h", 0.4),
+        ("guidance_scale", 1.5),
         ("some_attribute_of_the_hub", 3),
     ],
 )
@@ -142,9 +143,7 @@ def test_custom_processors_move_verification_to_the_client():
         ("force_words_ids", [[1]]),
         ("penalty_alpha", 0.6),
         ("dola_layers", "low"),
-        ("guidance_scale", 1.5),
         ("generation_kwargs", {"a": 1}),
-        ("prompt_lookup_num_tokens", 3),
         ("assistant_early_exit", 4),
         ("assistant_ensemble_weight", 0.5),
         ("use_mtp", True),

@@ -11,6 +11,10 @@ from typing import Any
 MAX_TOKEN_ID = 2**24 - 1
 
 
+class TooLong(ValueError):
+    """A list that is longer than a peer may send."""
+
+
 def boolean(name: str, value: Any) -> bool:
     if type(value) is not bool:
         raise ValueError(f"{name} must be a boolean, got {_shown(value)}")
@@ -45,7 +49,7 @@ def sequence(name: str, value: Any, max_length: int) -> list[Any] | tuple[Any, .
     if type(value) is not list and type(value) is not tuple:
         raise ValueError(f"{name} must be a list, got {_shown(value)}")
     if len(value) > max_length:
-        raise ValueError(f"{name} has {len(value)} items, at most {max_length} are allowed")
+        raise TooLong(f"{name} has {len(value)} items, at most {max_length} are allowed")
     return value
 
 

@@ -28,7 +28,8 @@ LOOP_OPTIONS = frozenset({
     "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
     "return_dict_in_generate", "pad_token_id", "bos_token_id", "decoder_start_token_id", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
-    "target_lookbehind", "max_matching_ngram_size", "is_assistant", "compile_config", "disable_compile",
+    "prompt_lookup_num_tokens", "target_lookbehind", "max_matching_ngram_size", "is_assistant", "compile_config",
+    "disable_compile",
     "continuous_batching_config", "transformers_version",
 })
 # fmt: on
@@ -41,12 +42,13 @@ CLIENT_OPTIONS: dict[str, tuple[Any, ...]] = {
     "encoder_no_repeat_ngram_size": (None, 0),
     "forced_decoder_ids": (None,),
     "top_h": (None,),
+    "guidance_scale": (None, 1, 1.0),
 }
 
 _DEFAULT_MAX_LENGTH = 20  # of GenerationConfig
 
 _BEAMS = "beam search is not speculative decoding; use num_beams=1"
-_ASSISTED = "this plugin brings its own drafters; configure one of them instead"
+_ASSISTED = "this plugin drafts outside the target; pass assistant_model or configure a drafter instead"
 
 # Other decoding algorithms. Name -> (values that switch it off, why it is refused).
 REFUSED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -57,9 +59,7 @@ REFUSED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
     "force_words_ids": ((None,), _BEAMS),
     "penalty_alpha": ((None, 0.0), "contrastive search needs the hidden states of all candidates"),
     "dola_layers": ((None,), "DoLa needs the logits of inner layers"),
-    "guidance_scale": ((None, 1.0), "classifier-free guidance needs a second run of the model on another prompt"),
     "generation_kwargs": ((None, {}), "its contents are unknown here; pass the options themselves"),
-    "prompt_lookup_num_tokens": ((None,), _ASSISTED),
     "assistant_early_exit": ((None,), _ASSISTED),
     "assistant_ensemble_weight": ((None,), _ASSISTED),
     "speculation_type": ((None,), _ASSISTED),
@@ -142,7 +142,7 @@ def _processor_fields(options: dict[str, Any], prompt_length: int) -> dict[str, 
     forced_eos = _token_list(options["forced_eos_token_id"])
     max_length = _resolved_max_length(options, prompt_length) if forced_eos else None
     min_length, min_new_tokens = options["min_length"], options["min_new_tokens"]
-    if min_new_tokens is not None and min_length and _new_tokens_take_precedence():
+    if min_new_tokens is not None and min_length and new_tokens_take_precedence():
         min_length = 0
     if options["bad_words_ids"] is not None and len(options["bad_words_ids"]) == 0:
         raise ValueError("bad_words_ids is empty; use None")
@@ -179,7 +179,7 @@ def _resolved_max_length(options: dict[str, Any], prompt_length: int) -> int:
     return int(options["max_length"])
 
 
-def _new_tokens_take_precedence() -> bool:
+def new_tokens_take_precedence() -> bool:
     """Whether the installed `generate` overwrites min_length where min_new_tokens is set (since 4.40)."""
     from transformers.generation.utils import GenerationMixin
 

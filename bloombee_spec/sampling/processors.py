@@ -32,10 +32,14 @@ class ProcessorStack:
 
     :param processors: transformers' logits processors, or functions of the same form
     :param needs_prefix: whether any of them looks at the token ids
+    :param padding: ids that the processors see in front of every prefix
     """
 
-    def __init__(self, processors: Iterable[Processor] = (), *, needs_prefix: bool = True):
+    def __init__(
+        self, processors: Iterable[Processor] = (), *, needs_prefix: bool = True, padding: Sequence[int] = ()
+    ):
         self.processors = list(processors)
+        self.padding = list(padding)
         self.needs_prefix = needs_prefix and bool(self.processors)
 
     @classmethod
@@ -81,7 +85,7 @@ class ProcessorStack:
     def _ids(self, prefix: Prefix, scores: torch.Tensor) -> torch.Tensor:
         if not self.needs_prefix:
             return torch.empty(1, 0, dtype=torch.int64, device=scores.device)
-        ids = torch.tensor([list(prefix() if callable(prefix) else prefix)], dtype=torch.int64)
+        ids = torch.tensor([[*self.padding, *(prefix() if callable(prefix) else prefix)]], dtype=torch.int64)
         if ids.numel() and (int(ids.min()) < 0 or int(ids.max()) >= scores.shape[-1]):
             raise SamplingError(f"the prefix contains a token outside 0 .. {scores.shape[-1] - 1}")
         return ids.to(scores.device)

@@ -13,7 +13,7 @@ this file.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -51,7 +51,16 @@ class KeyedRule:
         self.spec = spec
         self.vocab_size = vocab_size
         self.processors = ProcessorStack.from_spec(spec, device) if processors is None else processors
-        self.noise = NoiseCache(spec.seed, row, vocab_size, device=device) if spec.do_sample else None
+        self._row, self._device = row, device
+        self.noise: NoiseCache | None = None
+        self.reseed(spec.seed)
+        self.record: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
+        """Told `(position, logits, scores)` of each node, both `[vocab]`; one tensor where nothing was processed."""
+
+    def reseed(self, seed: int) -> None:
+        """Draw with another key from here on."""
+        if self.spec.do_sample:
+            self.noise = NoiseCache(seed, self._row, self.vocab_size, device=self._device)
 
     def choose(self, logits: torch.Tensor, prefix: Prefix, position: int) -> int:
         """The token at `position`.
@@ -75,7 +84,7 @@ class KeyedRule:
             )
         if not positions:
             return []
-        if self.noise is None and not self.processors.processors:
+        if self.noise is None and not self.processors.processors and self.record is None:
             return _checked(*logits.max(dim=-1), sampling=False)
         races = [self._race(*node) for node in zip(logits, prefixes, positions)]
         peaks, tokens = zip(*races)
@@ -93,6 +102,8 @@ class KeyedRule:
             if len(prefix) != position:
                 raise ValueError(f"the prefix of position {position} has {len(prefix)} tokens")
         scores = self.processors.scores(logits, prefix)
+        if self.record is not None:
+            self.record(position, logits, scores)
         peak, token = scores.max(dim=-1)
         if scores is not logits and not self.spec.remove_invalid_values:
             # A ban could have covered a NaN; what it says about the other logits is the same.
