@@ -67,6 +67,7 @@ class SpecService(ServicerBase):
         self._info, self._open_session, self._retire, self._wake = info, open_session, retire, wake
         self._compute = compute
         self._sessions, self._idle_timeout, self._max_outbox = sessions, idle_timeout, max_outbox
+        self._linking: set[asyncio.Future[None]] = set()  # tasks need somebody who remembers them
         self._p2p: P2P | None = None
 
     async def attach(self, p2p: P2P) -> None:
@@ -127,7 +128,6 @@ class SpecService(ServicerBase):
             await box.aclose()
 
     async def _read_client(self, session: StageSession, reader: asyncio.StreamReader) -> None:
-        linking: list[asyncio.Future[None]] = []
         try:
             while True:
                 data = await read_frame_bytes(reader, self._idle_timeout)
@@ -144,7 +144,8 @@ class SpecService(ServicerBase):
                 elif frame.message.get("kind") == "Link":
                     Link.from_wire(frame.message)
                     session.client_box.put(ControlFrame(Linked().to_wire()))  # at once: it times the round trip
-                    linking.append(asyncio.ensure_future(self._link(session)))
+                    self._linking.add(linking := asyncio.ensure_future(self._link(session)))
+                    linking.add_done_callback(self._linking.discard)
                 elif frame.message.get("kind") == "Ping":
                     Ping.from_wire(frame.message)
                     session.client_box.put(ControlFrame(Pong().to_wire()))
@@ -162,9 +163,6 @@ class SpecService(ServicerBase):
         except Exception as e:
             logger.warning("Session failed", exc_info=True)
             session.fail(f"stage failed: {e!r}")
-        finally:
-            for task in linking:
-                task.cancel()
 
     async def _link(self, session: StageSession) -> None:
         """Open this stage's outgoing streams: activations to the next stage, commits to all listeners."""
@@ -174,7 +172,10 @@ class SpecService(ServicerBase):
             wanted.append((opened.next, opened.stage + 1, DATA))
         dialled = await asyncio.gather(*[self._dial(session, *target) for target in wanted])
         boxes = [box for box in dialled if box is not None]
-        if len(boxes) == len(wanted):
+        if session.dead:  # meanwhile; dialling is not cancelled, since uvloop crashes when a connect is
+            for box in boxes:
+                await box.aclose(0.5)
+        elif len(boxes) == len(wanted):
             next_box = boxes.pop() if opened.next is not None else None
             session.link(next_box, boxes)
 
