@@ -1,0 +1,1 @@
+"""Text in, text out: generation on a swarm as strings, and an OpenAI-compatible HTTP service over it."""
