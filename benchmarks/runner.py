@@ -16,6 +16,7 @@ from benchmarks.processes import LoggedProcess
 from benchmarks.swarm import REPOSITORY, LocalSwarm
 
 CLIENT_START_S = 120.0
+HOST_JOBS = 8  # of one process: clients of the hosts hang after a dozen calls or so
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def run_jobs(
         left = [job for job in jobs if job.name not in done]
         if not left:
             break
+        left = left[:HOST_JOBS] if method["kind"].startswith("host") else left
         task = swarm.work_dir / f"{stamp}-{processes}.json"
         task.write_text(
             json.dumps(

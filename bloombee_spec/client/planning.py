@@ -21,6 +21,7 @@ MODES = {"auto": (Mode.TREE, Mode.STREAM), "stream": (Mode.STREAM,), "tree": (Mo
 COST_WEIGHT = 0.2  # of a new drafter step in the running estimate
 INSTANT = DraftCost(0.0)
 DRAFT_SHARE = 0.25  # of a lap, that one question to a slow drafter may take
+PLANNING_SHARE = 0.05  # of the time, that planning may take: it is done between two commits
 WARM_UP = 8  # verdicts before the first plan
 
 
@@ -39,7 +40,7 @@ class Planning:
         self._meter, self._instant = meter, instant
         self._credits, self._hedges, self._modes = credits, config.hedges, limits.modes
         self._cost = INSTANT
-        self._planned_at = 0.0
+        self._planned_at, self._took_s = 0.0, 0.0
         self.plan: Plan | None = None
         if config.plan == "tree":
             self._replan()
@@ -100,6 +101,10 @@ class Planning:
 
     def _replan(self) -> None:
         """While nothing is known of the drafter, its own word counts: a guessed plan would hold back a good one."""
-        self._planned_at = time.perf_counter()
+        began = time.perf_counter()
+        if began - self._planned_at < self._took_s / PLANNING_SHARE:
+            return
+        self._planned_at = began
         if self.plan is not None or self.planner.acceptance.verdicts >= WARM_UP or Mode.STREAM not in self._modes:
             self.plan = self.planner.next(self._meter.route, self._cost)
+        self._took_s = time.perf_counter() - began
