@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def model(swarm: Any) -> Any:
 
 
 def knowing(toy_local: Any, rows: list[list[int]]) -> Any:
-    texts = [[*ids, *reference(toy_local, ids, 3 * NEW)] for ids in rows]
+    texts = [[*ids, *reference(toy_local, ids, 2 * NEW)] for ids in rows]
     return lambda: Knowing(texts, VOCAB, Script(1.0))
 
 
@@ -60,16 +61,25 @@ def test_closing_early_frees_the_servers_within_a_lap(swarm: Any, model: Any) ->
 
 def test_a_session_goes_on_behind_a_stream_that_was_closed(model: Any, toy_local: Any) -> None:
     (ids,) = prompts(1, VOCAB, seed=63)
-    respec(model, speculate=True, drafter=knowing(toy_local, [ids]))
-    whole = reference(toy_local, ids, 3 * NEW)
-    with model.inference_session(max_length=len(ids) + 3 * NEW) as session:
-        stream = model.stream(torch.tensor([ids]), max_new_tokens=NEW)
+    respec(model, speculate=False)
+    whole = reference(toy_local, ids, 2 * NEW)
+    with model.inference_session(max_length=len(ids) + 500) as session:
+        stream = model.stream(torch.tensor([ids]), max_new_tokens=450)
         taken = [*next(stream), *next(stream)]
         stream.close()
         assert session.output_ids.tolist() == [[*ids, *taken]] and taken == whole[: len(taken)]
+        assert unread(session) < 200, "the stages, which start tokens by themselves, went on"
         more = [token for chunk in model.stream(None, max_new_tokens=NEW) for token in chunk]
         assert more == whole[len(taken) : len(taken) + NEW]
         assert model.generate(None, max_new_tokens=4).tolist() == [whole[len(taken) + NEW :][:4]]
+
+
+def unread(session: Any) -> int:
+    """Commits that arrived and nobody took, once no more arrive."""
+    events, before = session._decoder.ring.events, -1
+    while before != (before := events.qsize()):
+        time.sleep(0.5)
+    return before
 
 
 def test_eos_and_criteria_end_a_stream_where_they_end_generate(model: Any, toy_local: Any) -> None:

@@ -108,8 +108,8 @@ class Drafting:
             path, length = _likely_path(stream), stream.tree.length
             tally = stream.tally
             hit = (tally.hits + 1) / (tally.hits + tally.misses + 2)
-        for start_over, tokens in lessons:
-            drafter.start(tokens) if start_over else drafter.observe(tokens)
+        for lesson in lessons:
+            lesson(drafter)
         void = self._void(stream, epoch)
         shares = whole(fan_out(min(hit, 0.98), len(path), budget, REUSE))
         for depth, share in enumerate(shares):

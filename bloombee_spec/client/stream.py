@@ -20,7 +20,7 @@ from bloombee_spec.client.measured import RouteMeter
 from bloombee_spec.client.pace import Pace
 from bloombee_spec.client.planning import Planning
 from bloombee_spec.client.stats import Tally
-from bloombee_spec.client.think import layers, think
+from bloombee_spec.client.think import Lesson, go_on, layers, start_over, think
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter, Proposal
 from bloombee_spec.draft.cache import HedgeCache
@@ -85,7 +85,8 @@ class Stream:
         self.finished = True
         self.tally = Tally()
         self.held = 0  # rows that surely passed all stages: those below a token that was committed from them
-        self._lessons: list[tuple[bool, tuple[int, ...]]] = []  # for the drafter: (start over?, tokens)
+        self._vocab_size = vocab_size
+        self._lessons: list[Lesson] = []  # what the drafter does not know yet
 
     # ---------------------------------------------------------------- a turn
 
@@ -108,7 +109,7 @@ class Stream:
         self.hedges.clear()
         self.tally = Tally()
         self._missed_at = None
-        self._lessons = [(True, tokens)]
+        self._lessons = [start_over(tokens, request.sampling or {}, request.row, self._vocab_size)]
         return [
             PrefixFrame(
                 self.lane, self.epoch, 0, at, tokens[at : at + chunk], at + chunk >= len(tokens), request.limit
@@ -143,7 +144,7 @@ class Stream:
         if taken:
             self._time_lap()
             self._set_price()
-            self._lessons.append((False, tuple(taken)))
+            self._lessons.append(go_on(tuple(taken)))
         return taken, [] if self.finished else specs
 
     def stop(self, length: int) -> None:
@@ -248,8 +249,8 @@ class Stream:
             return self.credits
         return self.config.burst if self._pace is None else self._pace.burst(self.config.burst)
 
-    def lessons(self) -> list[tuple[bool, tuple[int, ...]]]:
-        """What the drafter has to learn before it answers: `(start over?, tokens)` in order; handed out once."""
+    def lessons(self) -> list[Lesson]:
+        """What the drafter has to learn before it answers, in order; handed out once."""
         lessons, self._lessons = self._lessons, []
         return lessons
 

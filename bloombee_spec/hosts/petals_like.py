@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib import import_module, metadata
@@ -77,12 +78,15 @@ class PetalsLikeHost(Host):
             }
 
     def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
-        manager = _manager(model) if peers is None else self._restricted(model, frozenset(peers))
-        spans = self._sequence(manager, mode="min_latency", cache_tokens_needed=cache_tokens)
+        with _restricting:
+            manager = _manager(model) if peers is None else self._restricted(model, frozenset(peers))
+            spans = self._sequence(manager, mode="min_latency", cache_tokens_needed=cache_tokens)
         return [Span(span.peer_id.to_base58(), span.start, span.end) for span in spans]
 
     def on_failure(self, model: Any, peer: str | None) -> None:
-        for manager in (_manager(model), *_restricted_managers(model).values()):
+        with _restricting:
+            managers = (_manager(model), *_restricted_managers(model).values())
+        for manager in managers:
             manager.on_request_failure(None if peer is None else PeerID.from_base58(peer))
             manager.update(wait=False)  # by itself it would go on routing over the peer for a minute
 
@@ -169,6 +173,11 @@ class PetalsLikeHost(Host):
 
 def _manager(model: Any) -> Any:
     return model.transformer.h.sequence_manager
+
+
+_restricting = (
+    threading.Lock()
+)  # calls of several threads replace the managers of a model, and must not while one is used
 
 
 def _restricted_managers(model: Any) -> dict[frozenset[str], Any]:
