@@ -27,8 +27,8 @@ unit: $(SETUP)
 
 # Two runs: tests that start servers of their own need the cores that the shared swarm would keep busy.
 swarm-test: $(SETUP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "swarm and not own_swarm"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m own_swarm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -m "swarm and not own_swarm"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10 -m own_swarm
 
 # The same tests. Those of what this host does not have are skipped, and the report says which and why.
 test-petals: $(PETALS_SETUP)

@@ -53,16 +53,16 @@ def test_plain_decoding_needs_one_lap_per_token(model: Any, expected: Any) -> No
 
 def test_suffix_drafter_is_exact(model: Any, stages: int, expected: Any) -> None:
     respec(model, speculate=True, drafter="suffix")
-    for ids, target in expected if stages == 4 else expected[:8]:
+    for ids, target in expected if stages == 4 else expected[:6]:
         assert decode(model, ids, NEW) == target
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_drafter_is_exact(model: Any, expected: Any, name: str) -> None:
+def test_every_drafter_is_exact(model: Any, stages: int, expected: Any, name: str) -> None:
     off = 1 if name == "always wrong" else 0
     texts = [[*ids, *[(token + off) % VOCAB for token in target]] for ids, target in expected]
     respec(model, speculate=True, drafter=lambda: Knowing(texts, VOCAB, SCRIPTS[name]))
-    for ids, target in expected[:5]:
+    for ids, target in expected[: 5 if stages == 4 else 1]:
         assert decode(model, ids, NEW) == target
     stats = model.last_stats
     assert stats.misses <= stats.laps <= stats.misses + 1  # one lap per miss, and the first one
@@ -90,12 +90,14 @@ def test_batch_with_ragged_acceptance(model: Any, expected: Any) -> None:
     "changes", [{"client_verifies": True}, {"client_embeds": True}, {"client_verifies": True, "client_embeds": True}]
 )
 @pytest.mark.parametrize("drafter", ["none", "tree"])
-def test_ends_of_the_model_at_the_client(model: Any, expected: Any, changes: dict[str, bool], drafter: str) -> None:
+def test_ends_of_the_model_at_the_client(
+    model: Any, stages: int, expected: Any, changes: dict[str, bool], drafter: str
+) -> None:
     texts = [[*ids, *target] for ids, target in expected]
     make = (lambda: Knowing(texts, VOCAB, SCRIPTS["tree"])) if drafter == "tree" else "none"
     respec(model, speculate=drafter != "none", drafter=make, **changes)
     try:
-        for ids, target in expected[:3]:
+        for ids, target in expected[: 3 if stages == 4 else 1]:
             assert decode(model, ids, NEW) == target
         if drafter == "none":
             assert model.last_stats.laps == NEW
@@ -103,7 +105,7 @@ def test_ends_of_the_model_at_the_client(model: Any, expected: Any, changes: dic
         respec(model, client_verifies=False, client_embeds=False)
 
 
-def test_tiny_credits(model: Any, expected: Any) -> None:
+def test_tiny_credits(model: Any, stages: int, expected: Any) -> None:
     texts = [[*ids, *target] for ids, target in expected]
     respec(
         model,
@@ -113,7 +115,7 @@ def test_tiny_credits(model: Any, expected: Any) -> None:
         burst=2,
     )
     try:
-        for ids, target in expected[:3]:
+        for ids, target in expected[: 3 if stages == 4 else 1]:
             assert decode(model, ids, NEW) == target
     finally:
         respec(model, max_candidates=SpecConfig().max_candidates, burst=SpecConfig().burst)
