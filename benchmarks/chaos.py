@@ -123,7 +123,7 @@ class Outcome:
 
 
 def plugin_client(swarm: LocalSwarm, **config: Any) -> Any:
-    spec = SpecConfig(strict=True, max_retries=6, stall_timeout=20.0, connect_timeout=10.0, **config)
+    spec = SpecConfig(strict=True, max_retries=12, stall_timeout=20.0, connect_timeout=10.0, **config)
     return AutoDistributedSpecModelForCausalLM.from_pretrained(
         swarm.model, initial_peers=swarm.initial_peers, dht_prefix=swarm.dht_prefix, torch_dtype=torch.float32,
         show_route=False, spec=spec,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_helpers import load_local, reference
+from swarm_helpers import load_local, reference, respec
 
 from benchmarks.chaos import Faults, generate, on_route, plugin_client
 from benchmarks.compare import SPEC_SERVER
@@ -20,7 +20,7 @@ from benchmarks.wan import LinkShape
 
 pytestmark = pytest.mark.swarm
 NEW = 64
-DEADLINE_S = 60.0
+DEADLINE_S = 85.0
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,19 @@ def test_a_server_of_the_route_fails_in_mid_text(
     replicas: LocalSwarm, model: Any, model_path: Path, fault: str
 ) -> None:
     local, faults, rng = load_local(model_path), Faults(replicas), random.Random(fault)
-    for at, job in zip((2, 40), toy_jobs(2, NEW)):
+    for at, job in zip((2, 20), toy_jobs(2, NEW)):
+        respec(
+            model, speculate=at == 20
+        )  # plainly, so that the fault surely finds laps left to spoil; then in mid-tree
         ids = torch.tensor([job.ids])
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)  # shows the route
         victim = on_route(replicas, model, rng)
         expected = reference(local, job.ids, NEW)
         outcome = generate(model, job.ids, expected, fault, at, lambda: faults.kinds[fault](victim), "plugin")  # noqa: B023
         assert outcome.error == "" and outcome.identical
-        if "cut" not in fault:  # peers may talk over a connection that the victim opened, and no relay carries
+        if (
+            at == 2 and "cut" not in fault
+        ):  # peers may talk over a connection that the victim opened, and no relay carries
             assert outcome.retries >= 1, "the fault did not hit the ring"
         assert model.last_stats.tokens == NEW, "what was counted before the break counts"
         assert outcome.seconds < DEADLINE_S

@@ -24,6 +24,7 @@ from bloombee_spec.hosts.base import Host, NoRoute
 
 logger = get_logger(__name__)
 
+BAN_S = 60.0  # seconds after a failure, in which a server that is missing may be one that the host has banned
 BROKEN_TIMEOUT = 0.5  # seconds to say goodbye to the stages of a broken ring
 
 
@@ -92,6 +93,8 @@ class SpecSession:
                 return
             except RingError as e:
                 self._host.on_failure(self._model, e.peer)
+                if e.peer is not None:
+                    self._model.__dict__["_spec_failed_at"] = time.monotonic()
                 retries += 1
                 self._lost = self.tallies or [Tally()]
                 self._lost[0].retries = retries
@@ -141,7 +144,8 @@ class SpecSession:
                 ring = open_ring(self._host, self._model, config, **sizes)
                 return RingDecoder(self._host, self._model, ring, config, **sizes, new_drafter=drafters)
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
-                if not last and (self._lost or isinstance(e, NoRoute)):  # bans end, servers come back
+                banned = time.monotonic() - self._model.__dict__.get("_spec_failed_at", -BAN_S) < BAN_S
+                if not last and (self._lost or (banned and isinstance(e, NoRoute))):  # bans end, servers come back
                     raise RingError(str(e)) from None
                 if self._config.mode == "ring":
                     raise
