@@ -170,7 +170,7 @@ def end_by_force(demo: LoggedProcess, mark: str) -> None:
         process.kill()
 
 
-@pytest.mark.parametrize("moment", ["starting a bootstrap peer", "decoding with the host's own generate"])
+@pytest.mark.parametrize("moment", ["decoding with the host's own generate"])
 def test_an_interrupted_demo_leaves_no_process(chatty_toy: Path, tmp_path: Path, moment: str) -> None:
     demo, mark = start_demo(chatty_toy, tmp_path)
     try:

@@ -36,7 +36,7 @@ def test_every_plan_is_exact(model: Any, expected: Any, plan: str, direct: bool)
     texts = [[*ids, *target] for ids, target in expected]
     for script in (Script(0.8, siblings=(0.1,), depth=8), Script(0.0), Script(1.0, layer_seconds=0.0005)):
         respec(model, plan=plan, direct_commits=direct, drafter=partial(Knowing, texts, VOCAB, script))
-        for ids, target in expected[:2]:
+        for ids, target in expected[:1]:
             assert decode(model, ids, NEW) == target
         stats = model.last_stats
         assert sum(stats.modes.values()) == NEW
