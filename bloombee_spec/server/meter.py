@@ -9,7 +9,7 @@ from bloombee_spec.plan.links import LinkEstimate, LinkMeter
 from bloombee_spec.wire.messages import Report
 from bloombee_spec.wire.streams import STAMP_RANGE
 
-REPORT_INTERVAL = 1.0  # seconds
+REPORT_INTERVAL, REPORT_INTERVAL_MAX = 1.0, 16.0  # seconds; it doubles, for the first reports tell most
 OFFSET_S = 10.0  # the sender's clock is unknown: the first frame counts as this old, and the delay is not used
 GUESS_BPS = 100e6
 ENOUGH_BYTES = 64 << 10  # a bandwidth is told after this much
@@ -28,7 +28,7 @@ class SessionMeter:
         self._zero: int | None = None  # difference of the clocks, as the first frame showed it, in µs
         self._waiting_since: float | None = None
         self._computing = False
-        self._reported = 0.0
+        self._reported, self._interval = 0.0, REPORT_INTERVAL
 
     # ---------------------------------------------------------------- event loop
 
@@ -48,10 +48,11 @@ class SessionMeter:
             self._waiting_since = time.monotonic()
 
     def report(self, compute: ComputeProfile | None, codec_costs: tuple[float, ...]) -> Report | None:
-        """At most one per `REPORT_INTERVAL`, None before."""
+        """None while the last one is recent."""
         now = time.monotonic()
-        if now - self._reported < REPORT_INTERVAL:
+        if now - self._reported < self._interval:
             return None
+        self._interval = min(2 * self._interval, REPORT_INTERVAL_MAX) if self._reported else REPORT_INTERVAL
         self._reported = now
         known = self._received >= ENOUGH_BYTES
         points = () if compute is None else tuple(number for point in compute.points for number in point)

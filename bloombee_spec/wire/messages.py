@@ -235,7 +235,7 @@ class UseCodec(Message):
 
 @dataclass(frozen=True)
 class Report(Message):
-    """Stage to client, about once a second while it works: what the planner needs to know. Seconds and bit/s.
+    """Stage to client, now and then while it works: what the planner needs to know. Seconds and bit/s.
 
     :param next_rtt_s: round trip to the next stage, `first_rtt_s` from the verifier to the first stage, as the
         greetings between them took
