@@ -95,7 +95,9 @@ def test_the_lm_head_sees_only_rows_that_become_the_root(swarm: Any, toy_local: 
 
     server._heads.logits = counted  # sessions that open from now on
     try:
-        spec = SpecConfig(strict=True, plan="none", drafter=partial(Knowing, known, VOCAB, SCRIPTS[name]))
+        spec = SpecConfig(
+            strict=True, plan="none", min_probability=0.0, drafter=partial(Knowing, known, VOCAB, SCRIPTS[name])
+        )
         with client(swarm, spec, ROUTES[2]) as model:
             for ids, target in texts:
                 with model.inference_session(max_length=len(ids) + NEW):
