@@ -187,7 +187,7 @@ class RingDecoder:
             raise RingError(f"no answer from the ring for {silence:.0f} s")
 
     def _verified(self, frame: Frame) -> CommitFrame:
-        """The commit that a frame carries, or that its hidden rows lead to; the latter is told to all stages."""
+        """The commit that a frame carries, or that its hidden rows lead to."""
         last = self.ring.spans[-1].peer
         if isinstance(frame, (ControlFrame, RewindFrame)) or frame.lane >= len(self.streams):
             raise RingError(f"unexpected {type(frame).__name__} from the last stage", last)

@@ -60,12 +60,14 @@ class RouteMeter:
         self._first_rtt_s: float | None = None
         self._lap_s: float | None = None
         self._route: Route | None = None
+        self._news = False  # measured since the route was built
 
     # ---------------------------------------------------------------- measurements
 
     def recall(self, store: PeerStore) -> None:
         """Start from what earlier sessions learned about these peers."""
         with self._lock:
+            self._news = True
             for peer, stage in zip(self._peers, self._stages):
                 record = store.get(peer)
                 if record is not None:
@@ -84,10 +86,12 @@ class RouteMeter:
     def answered(self, index: int, rtt_s: float) -> None:
         """A stage answered the client at once, `rtt_s` seconds after it was asked."""
         with self._lock:
+            self._news = True
             self._stages[index].rtt_s = rtt_s
 
     def reported(self, index: int, report: Report) -> None:
         with self._lock:
+            self._news = True
             stage = self._stages[index]
             stage.next_rtt_s = report.next_rtt_s or stage.next_rtt_s
             stage.queue_s = report.queue_s
@@ -109,6 +113,7 @@ class RouteMeter:
     def observe_lap(self, seconds: float) -> None:
         """A lap that nothing shortened: from one miss to the next commit, without candidates between."""
         with self._lock:
+            self._news = True
             self._lap_s = seconds if self._lap_s is None else (1 - WEIGHT) * self._lap_s + WEIGHT * seconds
 
     # ---------------------------------------------------------------- what they amount to
@@ -117,9 +122,11 @@ class RouteMeter:
     def route(self) -> Route:
         """The same object until the estimates have moved by a tenth, so that nobody plans anew for noise."""
         with self._lock:
-            fresh = self._build()
-            if self._route is None or _differs(self._route, fresh):
-                self._route = fresh
+            if self._route is None or self._news:
+                self._news = False
+                fresh = self._build()
+                if self._route is None or _differs(self._route, fresh):
+                    self._route = fresh
             return self._route
 
     @property

@@ -15,7 +15,7 @@ from bloombee_spec.client.call import Call, read_call
 from bloombee_spec.client.output import OutputRows
 from bloombee_spec.client.routing import NoPluginRoute
 from bloombee_spec.client.session import SpecSession
-from bloombee_spec.client.stats import SpecStats, Tally
+from bloombee_spec.client.stats import SpecStats
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.hosts.base import Host, load_host
 
@@ -119,7 +119,7 @@ class SpecDecodingMixin:
                     active.stop(stopped, len(call.rows[stopped]) + kept)
             sequences = output.finish()
             active.output_ids = sequences
-            self.last_stats = active.statistics(active.mode, _sum(active.tallies), bytes_before, started)
+            self.last_stats = active.statistics(bytes_before, started)
             if own:
                 from dataclasses import replace
 
@@ -162,16 +162,3 @@ def _with_mask(
         return kwargs
     history = session.history_mask(full[:, : full.shape[1] - mask.shape[1]])
     return {**kwargs, "attention_mask": torch.cat([history, mask.to(history)], dim=1)}
-
-
-def _sum(tallies: list[Tally]) -> Tally:
-    total = Tally()
-    for tally in tallies:
-        for name, value in vars(tally).items():
-            if name == "laps":
-                total.laps = max(total.laps, value)
-            elif isinstance(value, dict):
-                getattr(total, name).update(value)
-            else:
-                setattr(total, name, getattr(total, name) + value)
-    return total

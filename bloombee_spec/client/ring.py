@@ -63,11 +63,13 @@ class Ring:
     """Use `open`; then `send` and `events` from one thread. Every method is bounded in time.
 
     :param arena: credits per lane: live candidates that all stages hold
+    :param direct_commits: see `open`; false where the client verifies
     """
 
     def __init__(
-        self, host: Host, spans: Sequence[Span], infos: Sequence[StageInfo], arena: int, embed: bool, verify: bool
-    ):
+        self, host: Host, spans: Sequence[Span], infos: Sequence[StageInfo], *, arena: int, embed: bool, verify: bool,
+        direct_commits: bool, codecs: Sequence[str],
+    ):  # fmt: skip
         self._host, self.spans, self.infos = host, tuple(spans), tuple(infos)
         self.arena, self.embeds, self.verifies = arena, embed, verify
         self.meter = RouteMeter(spans, infos, embeds=embed, verifies=verify)
@@ -75,8 +77,7 @@ class Ring:
         self.events: queue.Queue[Frame | RingError] = queue.Queue()
         self._stages: list[_Stage] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.direct_commits = verify
-        self.codecs = LinkCodecs(())
+        self.direct_commits, self.codecs = direct_commits, LinkCodecs(codecs)
         self.closed = False
 
     @classmethod
@@ -101,13 +102,12 @@ class Ring:
         :param spans: the route, covering all blocks in order
         :param codecs: of each link, from the client around to the client, see `wire.link_codec`
         :param embed: let the first stage embed; `verify` let the last stage verify
-        :param direct_commits: the last stage tells the other stages itself; otherwise the client has to (`commits`)
+        :param direct_commits: the last stage tells the other stages itself; otherwise the client has to (`commit`)
         :raises RingError: a stage cannot be reached or refuses, or `timeout` seconds passed
         """
         arena = min(arena, *(info.max_arena for info in infos))
-        ring = cls(host, spans, infos, arena, embed, verify)
-        ring.codecs = LinkCodecs(codecs)
-        ring.direct_commits = direct = verify and direct_commits
+        direct = verify and direct_commits
+        ring = cls(host, spans, infos, arena=arena, embed=embed, verify=verify, direct_commits=direct, codecs=codecs)
         session = secrets.token_bytes(SESSION_BYTES)
         requests = [
             Open(

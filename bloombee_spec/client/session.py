@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -205,8 +206,13 @@ class SpecSession:
 
     # ---------------------------------------------------------------- life
 
-    def statistics(self, mode: str, tally: Tally, bytes_before: tuple[int, int], started: float) -> SpecStats:
+    def statistics(self, bytes_before: tuple[int, int], started: float) -> SpecStats:
+        """Of the present call.
+
+        :param bytes_before: `ring_bytes` when it started; `started` the time, as `time.perf_counter` has it
+        """
         decoder = self._decoder
+        tally = reduce(partial(Tally.plus, beside=True), self.tallies, Tally())
         route: tuple[str, ...] = ()
         up = down = 0
         first = time.perf_counter()
@@ -227,7 +233,7 @@ class SpecSession:
             name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()
         }
         return SpecStats(
-            mode=mode, bytes_up=up, bytes_down=down, open_s=self._open_s, prefill_s=first - started,
+            mode=self.mode, bytes_up=up, bytes_down=down, open_s=self._open_s, prefill_s=first - started,
             decode_s=time.perf_counter() - first, route=route, **measured, **counted,
         )  # fmt: skip
 

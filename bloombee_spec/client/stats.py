@@ -74,13 +74,15 @@ class SpecStats:
 class Tally:
     """The same, while it is being counted."""
 
-    def plus(self, other: Tally) -> Tally:
-        """Both, one after the other."""
+    def plus(self, other: Tally, *, beside: bool = False) -> Tally:
+        """Both together: one after the other, or `beside` each other, where the slower one's laps count."""
         total = Tally()
         for each in (self, other):
             for name, value in vars(each).items():
                 if isinstance(value, Counter):
                     getattr(total, name).update(value)
+                elif name == "laps" and beside:
+                    total.laps = max(total.laps, value)
                 else:
                     setattr(total, name, getattr(total, name) + value)
         return total

@@ -17,7 +17,7 @@ import torch
 
 from bloombee_spec.client.call import Call
 from bloombee_spec.client.host_stream import host_tokens
-from bloombee_spec.client.model import SpecDecodingMixin, UnsupportedCall, _sum
+from bloombee_spec.client.model import SpecDecodingMixin, UnsupportedCall
 from bloombee_spec.client.output import OutputRows
 from bloombee_spec.client.routing import NoPluginRoute
 from bloombee_spec.client.session import SpecSession
@@ -191,7 +191,7 @@ class RowStream:
                 raise
             finally:
                 self._active = None
-                self.stats = active.statistics(active.mode, _sum(active.tallies), bytes_before, started)
+                self.stats = active.statistics(bytes_before, started)
                 if own:
                     self.stats = replace(self.stats, stages=active.close())
                 model.last_stats = self.stats

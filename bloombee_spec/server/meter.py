@@ -6,6 +6,7 @@ import time
 
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.links import LinkEstimate, LinkMeter
+from bloombee_spec.wire.link_codec import LinkCodec
 from bloombee_spec.wire.messages import Report
 from bloombee_spec.wire.streams import STAMP_RANGE
 
@@ -47,7 +48,7 @@ class SessionMeter:
         if not self._computing and self._waiting_since is None:
             self._waiting_since = time.monotonic()
 
-    def report(self, compute: ComputeProfile | None, codec_costs: tuple[float, ...]) -> Report | None:
+    def report(self, compute: ComputeProfile | None, codec: LinkCodec) -> Report | None:
         """None while the last one is recent."""
         now = time.monotonic()
         if now - self._reported < self._interval:
@@ -59,7 +60,7 @@ class SessionMeter:
         return Report(
             next_rtt_s=self.next_rtt_s, first_rtt_s=self.first_rtt_s,
             bandwidth_bps=self._link.estimate.bandwidth_bps if known else None,
-            queue_s=self.queue_s, compute=points, codec_costs=codec_costs,
+            queue_s=self.queue_s, compute=points, codec_costs=codec.costs,
         )  # fmt: skip
 
     # ---------------------------------------------------------------- runtime thread

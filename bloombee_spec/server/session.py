@@ -247,7 +247,7 @@ class StageSession:
 
     def report(self, compute: ComputeProfile | None) -> None:
         """Tell the client's planner how this stage and its links fare, now and then. Event loop only."""
-        report = None if self.dead else self.meter.report(compute, self.codec.costs)
+        report = None if self.dead else self.meter.report(compute, self.codec)
         if report is not None:
             with contextlib.suppress(StreamClosed):  # the reader of that stream ends the session
                 self.client_box.put(ControlFrame(report.to_wire()))
