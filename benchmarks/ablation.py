@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.methods import Method
+from benchmarks.report import aligned, write
 from benchmarks.runner import Result
-from benchmarks.scenario import Wan, decode_rate, host_results, run, total, toy_jobs, toy_swarm, write
+from benchmarks.scenario import Wan, decode_rate, host_results, run, total, toy_jobs, toy_swarm
 
 LEVERS: dict[str, dict[str, Any]] = {
     "ring only": {"speculate": False, "direct_commits": False},
@@ -88,8 +89,7 @@ def table(lines: Sequence[Line]) -> str:
         )
         for x in lines
     ]  # fmt: skip
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in (head, *rows))
+    return aligned(head, rows)
 
 
 def plot(lines: Sequence[Line], title: str, path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.chaos import plugin_client
 from benchmarks.compare import SPEC_SERVER
-from benchmarks.scenario import write
+from benchmarks.report import write
 from benchmarks.swarm import LocalSwarm, split_blocks
 from benchmarks.toy_models import make_toy_llama
 from bloombee_spec.client.decoder import RingDecoder

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from benchmarks.compare import SPEC_SERVER
-from benchmarks.scenario import toy_jobs, write
+from benchmarks.report import write
+from benchmarks.scenario import toy_jobs
 from benchmarks.swarm import LocalSwarm, split_blocks
 from benchmarks.toy_models import make_toy_llama
 from benchmarks.wan import LinkShape

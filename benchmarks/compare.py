@@ -16,13 +16,13 @@ from typing import Any
 
 from benchmarks import prompts
 from benchmarks.methods import HOST, PLAIN, SUFFIX, Method, host_speculative, scripted
-from benchmarks.runner import ClientFailed, Job, Result, git_revision, run_jobs
+from benchmarks.report import aligned, write
+from benchmarks.runner import ClientFailed, Job, Result, run_jobs
 from benchmarks.smollm2 import ensure_smollm2
-from benchmarks.swarm import REPOSITORY, LocalSwarm, split_blocks
+from benchmarks.swarm import LocalSwarm, split_blocks
 from benchmarks.wan import LinkShape
 
 SPEC_SERVER = (sys.executable, "-m", "bloombee_spec.cli.main", "serve")
-RESULTS = REPOSITORY / "benchmarks" / "results"
 LIMIT_PER_TOKEN_S = 4.0
 LOSSY = ("int8", "tah4", "tah3", "tah-mixed")  # with these the text is the plugin's own plain text, not the host's
 FIRST = {"chat": "tides", "code": "running_median", "edit": "spelling"}  # shown when one prompt of each kind is enough
@@ -152,10 +152,7 @@ def table(rows: Sequence[Row]) -> str:
         )
         for row in sorted(rows, key=lambda row: row.prompt)
     ]  # fmt: skip
-    widths = [max(len(str(line[i])) for line in (head, *body)) for i in range(len(head))]
-    lines = ["  ".join(str(cell).ljust(width) for cell, width in zip(line, widths)).rstrip() for line in (head, *body)]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+    return aligned(head, body, rule=True)
 
 
 def _or_dash(value: Any) -> str:
@@ -163,11 +160,7 @@ def _or_dash(value: Any) -> str:
 
 
 def save(rows: Sequence[Row], settings: dict[str, Any], name: str) -> Path:
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    document = {"settings": settings, "revision": git_revision(), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(document, indent=1))
-    return path
+    return write(name, {"settings": settings, "rows": [asdict(row) for row in rows]})
 
 
 def plot(rows: Sequence[Row], settings: dict[str, Any], path: Path) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from benchmarks.compare import choose_prompts
 from benchmarks.drafters import without_layers
-from benchmarks.scenario import write
+from benchmarks.report import write
 from benchmarks.smollm2 import ensure_smollm2
 from bloombee_spec.choose import make_chooser
 from bloombee_spec.sampling.noise import race_noise

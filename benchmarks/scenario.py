@@ -5,7 +5,6 @@ Shared by `ablation` and `validate`.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -75,13 +74,3 @@ def decode_rate(results: Sequence[Result]) -> float:
 
 def total(results: Sequence[Result], name: str) -> float:
     return float(sum(result.stats[name] for result in results))
-
-
-def write(name: str, document: dict[str, object]) -> Path:
-    from benchmarks.compare import RESULTS
-    from benchmarks.runner import git_revision
-
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"revision": git_revision(), **document}, indent=1))
-    return path

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from benchmarks.methods import PLAIN, Method
+from benchmarks.report import aligned, write
 from benchmarks.runner import Result
-from benchmarks.scenario import HIDDEN, Wan, decode_rate, host_results, run, total, toy_jobs, toy_swarm, write
+from benchmarks.scenario import HIDDEN, Wan, decode_rate, host_results, run, total, toy_jobs, toy_swarm
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.decision import DraftCost, Mode, Plan
 from bloombee_spec.plan.route import Route, plain_lap, uniform_route
@@ -114,8 +115,7 @@ def table(lines: Sequence[Line]) -> str:
         )
         for x in lines
     ]  # fmt: skip
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in (head, *rows))
+    return aligned(head, rows)
 
 
 def plot(lines: Sequence[Line], path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -86,6 +87,20 @@ def client(
 def respec(model: Any, **changes: Any) -> None:
     """The same connected client with another configuration."""
     model.attach(model._spec_host, replace(model.spec, **changes))
+
+
+@contextmanager
+def adapter_errors() -> Iterator[list[str]]:
+    """What the host adapter logs as errors meanwhile."""
+    messages: list[str] = []
+    collector = logging.Handler(logging.ERROR)
+    collector.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("bloombee_spec.hosts.container")
+    log.addHandler(collector)
+    try:
+        yield messages
+    finally:
+        log.removeHandler(collector)
 
 
 def free_cache(swarm: InProcessSwarm) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 from connect_helpers import connect
 from host_helpers import only_on
-from swarm_helpers import PLAIN, VOCAB, Knowing, decode, prompts, reference, respec
+from swarm_helpers import PLAIN, VOCAB, Knowing, adapter_errors, decode, prompts, reference, respec
 from transformers import AutoModelForCausalLM
 
 from benchmarks.inprocess_swarm import InProcessSwarm
@@ -64,17 +63,10 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Families]:
         arguments.update(converted_model_name_or_path=str(paths[name]), dht_prefix=name)
         return load_host().server_class(SpecServerConfig())(**arguments)
 
-    messages: list[str] = []
-    collector = logging.Handler(logging.ERROR)
-    collector.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    adapter_log = logging.getLogger("bloombee_spec.hosts.container")
-    adapter_log.addHandler(collector)
-    try:
+    with adapter_errors() as messages:
         ranges = [part for _, part in described]
         with InProcessSwarm(paths["bloom"], ranges, server_factory=start, startup_timeout_s=200.0) as swarm:
             yield Families(swarm, paths, messages)
-    finally:
-        adapter_log.removeHandler(collector)
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from generate_helpers import Recorder
 from hivemind.p2p import PeerID
 from host_helpers import PACKAGE
 from swarm_helpers import PLAIN, ROUTES, SUFFIX, VOCAB, client, decode, free_cache, prompts, reference, respec
@@ -125,17 +126,6 @@ def test_max_length_counts_the_prompt(model: Any, toy_local: Any) -> None:
 
 
 def test_streamer_sees_prompt_tokens_and_end(model: Any) -> None:
-    class Recorder:
-        def __init__(self) -> None:
-            self.seen: list[list[int]] = []
-            self.ended = 0
-
-        def put(self, value: torch.Tensor) -> None:
-            self.seen.append(value.flatten().tolist())
-
-        def end(self) -> None:
-            self.ended += 1
-
     (ids,) = prompts(1, VOCAB, seed=8)
     recorder = Recorder()
     out = model.generate(ids_of(ids), max_new_tokens=12, streamer=recorder)

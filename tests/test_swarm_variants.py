@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import pytest
 import torch
 from connect_helpers import connect
 from host_helpers import PACKAGE, host_module
-from swarm_helpers import PLAIN, SUFFIX, VOCAB, Knowing, decode, prompts, reference, respec
+from swarm_helpers import PLAIN, SUFFIX, VOCAB, Knowing, adapter_errors, decode, prompts, reference, respec
 from transformers import LlamaForCausalLM
 
 from benchmarks.inprocess_swarm import InProcessSwarm
@@ -116,16 +115,11 @@ def variants(toy_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         return load_host().server_class(SpecServerConfig(heads=heads))(**arguments)
 
     ranges = [(start, end) for kind in KINDS for start, end, _ in kind.servers]
-    messages: list[str] = []
-    collector = logging.Handler(logging.ERROR)
-    collector.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    adapter_log = logging.getLogger("bloombee_spec.hosts.container")
-    adapter_log.addHandler(collector)
-    try:
-        with InProcessSwarm(toy_path, ranges, server_factory=start, startup_timeout_s=300.0) as swarm:
-            yield Variants(swarm, paths, messages)
-    finally:
-        adapter_log.removeHandler(collector)
+    with (
+        adapter_errors() as messages,
+        InProcessSwarm(toy_path, ranges, server_factory=start, startup_timeout_s=300.0) as swarm,
+    ):
+        yield Variants(swarm, paths, messages)
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, **config: Any) -> LlamaForCausalLM:
