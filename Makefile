@@ -9,7 +9,16 @@ PETALS_VENV := .venv-petals
 PETALS_BIN := $(PETALS_VENV)/bin
 PETALS_SETUP := $(PETALS_VENV)/.ready
 
-.PHONY: demo test lint unit swarm-test test-petals bench clean
+# The main branches are not on a package index: HOST is a checkout.
+HOST ?=
+MAIN_VENV := .venv-bloombee-main
+MAIN_BIN := $(MAIN_VENV)/bin
+MAIN_SETUP := $(MAIN_VENV)/.ready
+PETALS_MAIN_VENV := .venv-petals-main
+PETALS_MAIN_BIN := $(PETALS_MAIN_VENV)/bin
+PETALS_MAIN_SETUP := $(PETALS_MAIN_VENV)/.ready
+
+.PHONY: demo test lint unit swarm-test test-petals test-bloombee-main test-petals-main bench clean
 
 demo: $(SETUP)
 	$(BIN)/python -m benchmarks.demo $(ARGS)
@@ -35,6 +44,18 @@ test-petals: $(PETALS_SETUP)
 	OMP_NUM_THREADS=1 $(PETALS_BIN)/python -m pytest -rs -m "not swarm" -n 2
 	OMP_NUM_THREADS=1 $(PETALS_BIN)/python -m pytest -rs -m swarm
 
+# make test-bloombee-main HOST=path/to/BloomBee. On a CPU this host serves no Llama, which the other swarm tests use.
+test-bloombee-main: $(MAIN_SETUP)
+	OMP_NUM_THREADS=1 $(MAIN_BIN)/python -m pytest -rs -n 2 tests/test_hosts.py tests/test_patching.py \
+	  tests/test_patching_refusals.py tests/test_server_plugins.py tests/test_families_qwen3.py -m "not swarm"
+	OMP_NUM_THREADS=1 $(MAIN_BIN)/python -m pytest -rs tests/test_bloombee_main.py
+
+# make test-petals-main HOST=path/to/petals
+test-petals-main: $(PETALS_MAIN_SETUP)
+	OMP_NUM_THREADS=1 $(PETALS_MAIN_BIN)/python -m pytest -rs -n 2 -m "not swarm"
+	OMP_NUM_THREADS=1 $(PETALS_MAIN_BIN)/python -m pytest -rs -m swarm tests/test_hosts.py tests/test_swarm_identity.py \
+	  tests/test_swarm_sharing.py tests/test_relay_mode.py
+
 bench: $(SETUP)
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 
@@ -56,5 +77,26 @@ $(PETALS_SETUP): pyproject.toml
 	$(PETALS_BIN)/bloombee-spec patch apply
 	touch $@
 
+# --no-build-isolation: the hosts' own build files name nothing that setuptools does not have.
+$(MAIN_SETUP): pyproject.toml patches/bloombee-main/requirements.txt
+	test -f "$(HOST)/src/bloombee/__init__.py" || (echo "HOST=path to a checkout of BloomBee's main branch"; exit 1)
+	$(PYTHON) -m venv $(MAIN_VENV)
+	$(MAIN_BIN)/python -m pip install --quiet --upgrade "pip<26" setuptools wheel
+	$(MAIN_BIN)/python -m pip install --quiet -r patches/bloombee-main/requirements.txt
+	$(MAIN_BIN)/python -m pip install --quiet -e ".[codecs,dev]"
+	$(MAIN_BIN)/python -m pip install --quiet --no-deps --no-build-isolation "$(HOST)"
+	$(MAIN_BIN)/bloombee-spec patch apply
+	touch $@
+
+$(PETALS_MAIN_SETUP): pyproject.toml patches/petals-main/requirements.txt
+	test -f "$(HOST)/src/petals/__init__.py" || (echo "HOST=path to a checkout of Petals' main branch"; exit 1)
+	$(PYTHON) -m venv $(PETALS_MAIN_VENV)
+	$(PETALS_MAIN_BIN)/python -m pip install --quiet --upgrade "pip<26" setuptools wheel
+	$(PETALS_MAIN_BIN)/python -m pip install --quiet -r patches/petals-main/requirements.txt
+	$(PETALS_MAIN_BIN)/python -m pip install --quiet -e ".[codecs,dev]"
+	$(PETALS_MAIN_BIN)/python -m pip install --quiet --no-deps --no-build-isolation "$(HOST)"
+	$(PETALS_MAIN_BIN)/bloombee-spec patch apply
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PETALS_VENV) .cache build *.egg-info
+	rm -rf $(VENV) $(PETALS_VENV) $(MAIN_VENV) $(PETALS_MAIN_VENV) .cache build *.egg-info

@@ -1,4 +1,4 @@
-"""Activation codecs on real rows: `python -m benchmarks.codecs rows|speed|entropy|deltas|plots|quality`, tables in
+"""Activation codecs on real rows: `python -m benchmarks.codecs rows|speed|entropy|deltas|ids|plots|quality`, tables in
 Markdown.
 
 Times are the least processor time of one thread over many repetitions, which other load on the machine hardly moves.
@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from benchmarks import codecs_deltas, codecs_entropy, codecs_plots, codecs_quality, codecs_rivals, codecs_rows, prompts
+from benchmarks import (
+    codecs_deltas,
+    codecs_entropy,
+    codecs_ids,
+    codecs_plots,
+    codecs_quality,
+    codecs_rivals,
+    codecs_rows,
+    prompts,
+)
 from benchmarks.codecs_rivals import Candidate
 from benchmarks.codecs_rows import BOUNDARIES, Recording
 
@@ -111,7 +120,7 @@ def quality(tokens: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=("rows", "speed", "entropy", "deltas", "plots", "quality"))
+    parser.add_argument("part", choices=("rows", "speed", "entropy", "deltas", "ids", "plots", "quality"))
     parser.add_argument("--tokens", type=int, default=20_480, help="of prose, for perplexity")
     parser.add_argument("--out", default="docs/img", help="folder for plots")
     options = parser.parse_args()
@@ -122,6 +131,10 @@ def main() -> None:
         candidates = [*codecs_rivals.own(), *codecs_rivals.general(), *codecs_rivals.of_host()]
         table = row_tables if options.part == "rows" else speed_table
         print(table(record(siblings=1), candidates))
+    elif options.part == "ids":
+        model, tokenizer = codecs_rows.load_model(torch.float32)
+        chosen = [*prompts.CHAT[:4], *prompts.CODE[:4], *prompts.EDIT[:4]]
+        print(codecs_ids.id_table(model, tokenizer, chosen, new_tokens=64))
     elif options.part == "entropy":
         print(codecs_entropy.stage_table(record(siblings=1)))
     elif options.part == "deltas":

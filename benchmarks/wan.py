@@ -25,9 +25,9 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.wan_link import LinkShape
-from benchmarks.wan_relay import Relay, RelayCounts, new_relay_loop
+from benchmarks.wan_relay import ConnectionCounts, Relay, RelayCounts, new_relay_loop
 
-__all__ = ["LinkShape", "Relay", "RelayCounts", "RelaySpec", "WanRelays"]
+__all__ = ["ConnectionCounts", "LinkShape", "Relay", "RelayCounts", "RelaySpec", "WanRelays"]
 
 REPLY_TIMEOUT_S = 30.0
 PARENT_POLL_S = 1.0
@@ -99,6 +99,10 @@ class WanRelays:
     def counts(self, index: int) -> RelayCounts:
         return RelayCounts(**self._ask({"op": "counts", "index": index}))
 
+    def connection_counts(self, index: int) -> list[ConnectionCounts]:
+        """Of all connections through one relay, in the order in which they were opened."""
+        return [ConnectionCounts(**counts) for counts in self._ask({"op": "connections", "index": index})]
+
     def _ask(self, request: dict[str, Any]) -> Any:
         if self._channel is None:
             raise RuntimeError("the relays are not running: use `with WanRelays(...) as relays`")
@@ -122,6 +126,8 @@ class _Relays:
         relay = self._relays[request["index"]]
         if request["op"] == "counts":
             return asdict(relay.counts())
+        if request["op"] == "connections":
+            return [asdict(counts) for counts in relay.connection_counts()]
         if request["op"] == "cut":
             await relay.cut(silent=request["silent"])
         elif request["op"] == "restore":

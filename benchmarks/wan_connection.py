@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 from benchmarks.wan_link import Link, SlowStart
 
 if TYPE_CHECKING:
-    from benchmarks.wan_relay import Relay
+    from benchmarks.wan_relay import ConnectionCounts, Relay
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ class Connection:
         self.pipes = [_Pipe(self, direction, link) for direction, link in enumerate(links)]
         self.client = _End(self, reads=self.pipes[0], writes=self.pipes[1])
         self.server = _End(self, reads=self.pipes[1], writes=self.pipes[0])
+        self.counts: ConnectionCounts | None = None
         self._dialling: asyncio.Task[None] | None = None
         self._aborted = False
 
@@ -36,6 +37,7 @@ class Connection:
         if self._aborted:
             end.abort()
         elif end is self.client:
+            self.counts = self.relay.opened(end.peer_port)
             end.pause_reading()
             self._dialling = asyncio.get_running_loop().create_task(self._dial())
 
@@ -84,6 +86,12 @@ class _End(asyncio.Protocol):
         reads.source, writes.sink = self, self
         self.transport: asyncio.Transport | None = None
         self.closed = False
+
+    @property
+    def peer_port(self) -> int:
+        assert self.transport is not None
+        peer = self.transport.get_extra_info("peername")
+        return peer[1] if peer else 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -168,7 +176,9 @@ class _Pipe:
         if self.finished or self._ended:
             return
         self.held += len(data)
-        self._connection.relay.carried(self._direction, len(data), self.held)
+        counts = self._connection.counts
+        assert counts is not None, "nothing is read before the caller's socket is open"
+        self._connection.relay.carried(counts, self._direction, len(data), self.held)
         rest = memoryview(data)
         for departure, size in self._slow_start.rounds(self._loop.time(), len(data), self.link.shape):
             self._gate.append((departure, rest[:size]))

@@ -32,6 +32,18 @@ class RelayCounts:
     peak_held: int = 0
 
 
+@dataclass(slots=True)
+class ConnectionCounts:
+    """What one connection has carried, in bytes read from the sender; kept when it has ended.
+
+    :param caller_port: where the other peer called from
+    """
+
+    caller_port: int
+    to_server: int = 0
+    from_server: int = 0
+
+
 class Relay:
     """An access link: listens on a port, forwards connections to the server's own port. Lives in one event loop."""
 
@@ -41,6 +53,7 @@ class Relay:
         self.frozen = False
         self._links = (Link(to_server, 2 * seed), Link(from_server, 2 * seed + 1))
         self._connections: set[Connection] = set()
+        self._of_connections: list[ConnectionCounts] = []
         self._listener: asyncio.Server | None = None
         self._reserved: socket.socket | None = None
         self._carried = [0, 0]
@@ -99,6 +112,9 @@ class Relay:
         to_server, from_server = self._carried
         return RelayCounts(to_server, from_server, self._accepted, len(self._connections), held, self._peak_held)
 
+    def connection_counts(self) -> list[ConnectionCounts]:
+        return self._of_connections
+
     async def _listen(self, bound: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(self._accept, sock=bound, backlog=256)
@@ -111,8 +127,16 @@ class Relay:
         self._connections.add(connection)
         return connection.client
 
-    def carried(self, direction: int, size: int, held: int) -> None:
+    def opened(self, caller_port: int) -> ConnectionCounts:
+        self._of_connections.append(ConnectionCounts(caller_port))
+        return self._of_connections[-1]
+
+    def carried(self, counts: ConnectionCounts, direction: int, size: int, held: int) -> None:
         self._carried[direction] += size
+        if direction == 0:
+            counts.to_server += size
+        else:
+            counts.from_server += size
         self._peak_held = max(self._peak_held, held)
 
     def forget(self, connection: Connection) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 MODES = ("auto", "ring", "relay", "off")
 LOSSY = ("never", "slow-links")
 PLANS = ("auto", "stream", "tree", "none")
+RULES = ("keyed", "leviathan", "block", "specinfer", "picospec")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class SpecConfig:
     over what a hit saves (a lap)."""
     seed: int | None = None
     """Key of the sampling noise; None draws a new one from torch's default generator for each call."""
+    rule: str = "keyed"
+    """How drafts are accepted: `keyed`, or one of the rules that `docs/sampling.md` compares with it: `leviathan`,
+    `block`, `specinfer` (a tree), `picospec` (not exact). Those decode in rounds of at most `burst` candidates, drawn
+    from the drafter's distribution, one round per lap."""
     hedges: int = 8
     """Outcomes, other than the expected one, for which a slow drafter prepares an answer in its idle time. 0: none."""
     strict: bool = False
@@ -71,9 +76,24 @@ class SpecConfig:
             raise ValueError(f"lossy is {self.lossy!r}, expected one of {', '.join(LOSSY)}")
         if self.plan not in PLANS:
             raise ValueError(f"plan is {self.plan!r}, expected one of {', '.join(PLANS)}")
+        if self.rule not in RULES:
+            raise ValueError(f"rule is {self.rule!r}, expected one of {', '.join(RULES)}")
+        if self.rule != "keyed":
+            self._check_rounds()
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0:
                 raise ValueError(f"{field.name} is {value}, expected no less than 0")
         if self.burst < 1 or self.max_candidates < 1:
             raise ValueError("burst and max_candidates are at least 1; use speculate=False to decode plainly")
+
+    def _check_rounds(self) -> None:
+        if self.mode not in ("auto", "ring"):
+            raise ValueError(f"the rule {self.rule} needs servers with the plugin, mode is {self.mode!r}")
+        if self.client_verifies:
+            raise ValueError(
+                f"with the rule {self.rule} the last stage and the client decide together: it does not go "
+                "with client_verifies"
+            )
+        if self.plan == "stream":
+            raise ValueError(f"the rule {self.rule} waits for each verdict: it does not go with plan='stream'")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bloombee_spec.lane_books import Answer, LaneBatch, LaneBooks, Row
+from bloombee_spec.lane_books import LaneBooks
+from bloombee_spec.lane_rows import Answer, LaneBatch, Row, RowLog
 from bloombee_spec.tree import Commit, Fate, NodeSpec, committed_ref
 from bloombee_spec.wire.frames import CommitFrame, FrameError, NodesFrame, PrefixFrame, RewindFrame
 
@@ -35,13 +36,41 @@ class _WaitingPrefix:
 class Lane(LaneBooks):
     """The books, and the frames that change them. Frames that build upon commits which are still on their way wait."""
 
-    def __init__(self, *, arena: int, max_length: int, inject: bool):
-        super().__init__(arena=arena, max_length=max_length, inject=inject)
+    def __init__(self, *, arena: int, max_length: int, inject: bool, log: RowLog | None = None):
+        super().__init__(arena=arena, max_length=max_length, inject=inject, log=log)
         # In order of arrival: what has no free column yet, or builds upon commits that are still on their way.
         self._waiting: deque[_WaitingNode | _WaitingPrefix | Answer] = deque()
         self._waiting_nodes = 0
         self._waiting_rewind: RewindFrame | None = None
         self._newest_epoch = 0  # announced by a prefix; `epoch` follows once the commits before it are here
+
+    @classmethod
+    def resumed(cls, old: LaneBooks, length: int, *, inject: bool, log: RowLog | None) -> Lane:
+        """Books of a new session over the buffer of `old`, from the first `length` tokens on, or those computed."""
+        lane = cls(arena=old.arena.size, max_length=old.max_length, inject=inject, log=log)
+        length = min(length, old.filled)
+        for token in old.tree.committed[:length]:
+            lane.tree.commit(token)
+        lane.scheduled = lane.filled = length
+        lane._moves = [(source, target) for source, target in old._moves if target < old.arena.size + length]
+        lane.arena.reserve([source for source, _ in lane._moves])
+        if log is not None:
+            log.truncate(length)
+        return lane
+
+    def fill(self, start: int, tokens: Sequence[int]) -> None:
+        """The KV of these committed tokens came from another server.
+
+        :raises FrameError: they do not follow what is here, or do not fit, or a text is under way already
+        """
+        end = start + len(tokens)
+        if start != self.filled or start != self.tree.length or self.epoch or end > self.max_length:
+            raise FrameError(f"KV of positions {start} to {end}, but {self.filled} of {self.max_length} are here")
+        for token in tokens:
+            self.tree.commit(token)
+        self.scheduled = self.filled = end
+        if self.log is not None:
+            self.log.skip(end)
 
     def accept_prefix(self, frame: PrefixFrame, hidden: torch.Tensor | None) -> None:
         """:param hidden: `[len(tokens), hidden]`, None when this stage embeds"""
@@ -52,8 +81,9 @@ class Lane(LaneBooks):
             self._answer(frame.seq, len(frame.tokens))
             return
         if frame.epoch > self._newest_epoch:
+            if self._newest_epoch:  # before the first epoch, what waits is the text that this one builds upon
+                self._purge()
             self._newest_epoch = frame.epoch
-            self._purge()
         pending = [item[0] for item in self._queue if isinstance(item, tuple)]
         pending += [item.frame for item in self._waiting if isinstance(item, _WaitingPrefix)]
         if sum(len(f.tokens) for f in pending) + len(frame.tokens) > self.max_length:
@@ -107,6 +137,10 @@ class Lane(LaneBooks):
         self.rule_epoch, self.stop_tokens = epoch, frozenset(stop_tokens)
         self._answer(0, 0)  # a root whose row is here already may have waited for the rule
 
+    def look_again(self) -> None:
+        """Something arrived beside the frames: what waits for it is to be looked at in the next forward."""
+        self._answer(0, 0)
+
     @property
     def has_work(self) -> bool:
         return bool(self._queue) or (bool(self._waiting) and bool(self._moves))
@@ -116,6 +150,14 @@ class Lane(LaneBooks):
         commit = self._commit(token)
         self._admit()
         return commit
+
+    def finish(
+        self, batch: LaneBatch, n_computed: int, survivors: Sequence[Row], outputs: torch.Tensor | None = None
+    ) -> list[Row]:
+        live = super().finish(batch, n_computed, survivors, outputs)
+        if batch.epoch == 0:  # a text may have waited for its beginning
+            self._admit()
+        return live
 
     def take_moves(self) -> list[tuple[int, int]]:
         moves = super().take_moves()
@@ -132,6 +174,8 @@ class Lane(LaneBooks):
             elif isinstance(item, _WaitingPrefix):
                 if item.frame.epoch > self.epoch and item.frame.start > self.tree.length:
                     return  # commits of the old epoch that the client has seen are still on their way
+                if self.epoch == 0 and item.frame.epoch and item.frame.start > self.filled:
+                    return  # rows of an earlier text are still computed
                 self._start_prefix(item.frame, item.hidden)
             elif item.epoch < self.epoch:
                 self._waiting_nodes -= 1

@@ -8,62 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
 from bloombee_spec.kv.arena import Arena
-from bloombee_spec.tree import Commit, Node, NodeSpec, TokenTree, committed_ref
+from bloombee_spec.lane_rows import Answer, LaneBatch, Row, RowLog
+from bloombee_spec.tree import Commit, NodeSpec, TokenTree, committed_ref
 from bloombee_spec.wire.frames import FrameError, PrefixFrame
 
 FORWARDED_IDS = 256  # canonical ids remembered for parents that a late frame may still name
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """One row to compute. `node` is None for a canonical row: its position is committed and its KV goes to the
-    prefix."""
-
-    id: int
-    parent: int
-    token: int
-    position: int
-    epoch: int
-    column: int
-    node: Node | None
-    hidden: torch.Tensor | None = None  # [hidden]; None when this stage embeds the token
-    started: bool = False
-    computed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """End of a client frame in the queue: once everything before it left, `seq` is answered."""
-
-    seq: int
-
-
-@dataclass(eq=False, slots=True)
-class LaneBatch:
-    """What one forward computes for one lane: a prefix chunk, if any, then candidate rows."""
-
-    rows: list[Row]
-    epoch: int
-    prefix: PrefixFrame | None = None
-    prefix_rows: int = 0
-    seq: int = 0
-    columns: np.ndarray[Any, np.dtype[Any]] = field(
-        default_factory=lambda: np.empty(0, dtype=np.int64)
-    )  # [n] destination of each row
-    mask: np.ndarray[Any, np.dtype[Any]] | None = None  # [n, end - begin]; None when every row sees the whole slice
-    begin: int = 0  # the attended slice of the KV buffer
-    end: int = 0
-
-    @property
-    def canonical(self) -> bool:
-        return bool(self.rows) and self.rows[0].node is None
 
 
 class LaneBooks:
@@ -72,10 +26,11 @@ class LaneBooks:
     :param max_length: committed positions that the KV buffer holds
     :param inject: this stage embeds tokens, so after a miss it starts the canonical row itself instead of waiting for
         the client
+    :param log: keeps the output rows of committed tokens, where another stage may need them again
     """
 
-    def __init__(self, *, arena: int, max_length: int, inject: bool):
-        self.arena, self.max_length, self.inject = Arena(arena), max_length, inject
+    def __init__(self, *, arena: int, max_length: int, inject: bool, log: RowLog | None = None):
+        self.arena, self.max_length, self.inject, self.log = Arena(arena), max_length, inject, log
         self.tree = TokenTree()
         self.epoch = 0
         self.limit = 0
@@ -152,10 +107,13 @@ class LaneBooks:
             self.arena.give(source)
         return moves
 
-    def finish(self, batch: LaneBatch, n_computed: int, survivors: Sequence[Row]) -> list[Row]:
+    def finish(
+        self, batch: LaneBatch, n_computed: int, survivors: Sequence[Row], outputs: torch.Tensor | None = None
+    ) -> list[Row]:
         """Account for a forward; returns the rows that are still live, to be sent on.
 
         :param survivors: rows that went through all blocks (others were dropped between two blocks)
+        :param outputs: `[len(survivors), hidden]`, for the log
         """
         self.computed += n_computed
         self.total_computed += n_computed
@@ -170,7 +128,24 @@ class LaneBooks:
             if row.node is None:
                 self._remember(self._forwarded, row.position, row.id)
                 self.filled = max(self.filled, row.position + 1)
+        if self.log is not None and outputs is not None:
+            self._keep_outputs(survivors, outputs)
         return live
+
+    def _keep_outputs(self, rows: Sequence[Row], outputs: torch.Tensor) -> None:
+        """Those of committed rows go to the log, those of candidates wait for the verdict."""
+        assert self.log is not None
+        at = 0
+        while at < len(rows):
+            row, end = rows[at], at + 1
+            if row.node is None:
+                while end < len(rows) and rows[end].node is None and rows[end].position == rows[end - 1].position + 1:
+                    end += 1
+                if self.is_live(row):
+                    self.log.put(row.position, outputs[at:end])
+            elif self.is_live(row):
+                row.output = outputs[at]
+            at = end
 
     def take_counters(self) -> tuple[int, int]:
         counters = self.computed, self.dropped
@@ -208,6 +183,9 @@ class LaneBooks:
             row.node = None
             if row.computed:
                 self.filled = commit.position + 1
+                if self.log is not None and row.output is not None:
+                    self.log.put(commit.position, row.output[None])
+                    row.output = None
             if row.started:
                 self._moves.append((row.column, target))
             else:
@@ -259,6 +237,8 @@ class LaneBooks:
             self.arena.give(self._rows.pop(node.id).column)
         self.scheduled = min(self.scheduled, position)
         self.filled = min(self.filled, position)
+        if self.log is not None:
+            self.log.truncate(position)
         kept = [(source, target) for source, target in self._moves if target < self.arena.size + position]
         for move in self._moves:
             if move not in kept:

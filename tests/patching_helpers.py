@@ -17,10 +17,19 @@ from bloombee_spec.cli import patch as patch_command
 from bloombee_spec.patching.manifest import MANIFEST
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-SET_FOLDER = REPOSITORY / "patches" / f"{PACKAGE}-{VERSION}"
-IMPORTS, PLUGINS = "hivemind-imports", "server-plugins"
-FILES = len(json.loads((SET_FOLDER / MANIFEST).read_bytes())["files"])  # that the two patches change
-SHARED_FILE = f"{PACKAGE}/server/server.py"  # the one file that both patches change
+SET_FOLDER = next(
+    manifest.parent
+    for manifest in (REPOSITORY / "patches").glob(f"*/{MANIFEST}")
+    if json.loads(manifest.read_bytes())["host"] == {"distribution": PACKAGE, "version": VERSION, "package": PACKAGE}
+)
+DOCUMENT = json.loads((SET_FOLDER / MANIFEST).read_bytes())
+NAMES = [patch["name"] for patch in DOCUMENT["patches"]]
+PLUGINS = "server-plugins"
+OTHER = next(name for name in NAMES if name != PLUGINS)
+PATCHED = sorted(DOCUMENT["files"])
+FILES = len(PATCHED)
+SERVER_FILE = f"{PACKAGE}/server/server.py"  # changed by server-plugins, and last by it
+ORDERED = len(DOCUMENT["files"][SERVER_FILE]) > 2  # server-plugins builds on another patch
 
 
 def differences_from_record(root: Path) -> list[str]:

@@ -14,6 +14,7 @@ from bloombee_spec.client.stream import Stream
 from bloombee_spec.kv.arena import Arena
 from bloombee_spec.lane import Lane
 from bloombee_spec.lane_books import LaneBooks
+from bloombee_spec.server.outgoing import Outgoing
 from bloombee_spec.server.session import StageSession
 from bloombee_spec.server.stage import Stage
 from bloombee_spec.tree import TokenTree
@@ -54,6 +55,7 @@ class Mutant:
 RUN = {"ends": ("run",)}
 STOP = {"ends": ("stop",), "turns": 3}
 CREDITS = {"arena": 2}
+BREAK = {"ends": ("break",), "turns": 3, "drafting": "instant"}
 
 # Two rules are not here because no honest play depends on them: a prefix that became stale while it waited, and the verifier's
 # own look at the limit (no row arrives behind it). They are kept against peers that do not play by the rules.
@@ -84,7 +86,7 @@ MUTANTS = [
     Mutant("a stop token ends the stream at the verifier", Lane, "stopped", "and self.tree.committed[-1] in self.stop_tokens", "and False", game=RUN),
     # ---- rule 4: every frame is answered, credits
     Mutant("dead frames are answered too", StageSession, "emit", "if nodes or prefix is None or batch.seq > prefix.seq", "if nodes"),
-    Mutant("dropped rows are counted", Lane, "finish", "self._drop(len(survivors) - len(live))", "pass", shape={"arena": 8, "blocks": (3, 3, 3), "max_rows": 8}, game={"hit": 0.5}),
+    Mutant("dropped rows are counted", LaneBooks, "finish", "self._drop(len(survivors) - len(live))", "pass", shape={"arena": 8, "blocks": (3, 3, 3), "max_rows": 8}, game={"hit": 0.5}),
     Mutant("no more candidates than credits", Stream, "room", "self.credits", "self.credits * 2", shape=CREDITS, game=RUN),
     Mutant("candidates wait for a free column", Lane, "_insert", "if self.arena.free == 0 and self.tree.fate(spec) is Fate.LIVE:", "if False:", shape=CREDITS),
     Mutant("two arenas may wait for late commits", Lane, "accept_nodes", "> 2 * self.arena.size + 2", "> self.arena.size", shape=CREDITS),
@@ -101,7 +103,7 @@ MUTANTS = [
     Mutant("the right candidate becomes the root", TokenTree, "commit", "if node.token == token), None)", "), None)"),
     Mutant("ids of committed nodes can be named", TokenTree, "_insert", "self._alias(spec.id, position)", "pass"),
     Mutant("ids of committed candidates can be named", TokenTree, "commit", "self._alias(hit.id, position)", "pass"),
-    Mutant("rows that died in a forward are not sent on", Lane, "finish", "[row for row in survivors if self.is_live(row)]", "list(survivors)", shape={"blocks": (3, 3)}, game={"ends": ("interrupt", "stop"), "turns": 3}),
+    Mutant("rows that died in a forward are not sent on", LaneBooks, "finish", "[row for row in survivors if self.is_live(row)]", "list(survivors)", shape={"blocks": (3, 3)}, game={"ends": ("interrupt", "stop"), "turns": 3}),
     Mutant("rows that died between blocks leave the batch whole", Stage, "_prune", "self.family.select(shared, index)", "shared", shape={"blocks": (3, 3), "max_rows": 8, "arena": 8}, game={"hit": 0.5}),
     Mutant("duplicates are known by the name of their twin", Lane, "forwarded_spec", "self._renamed.get(row.parent, row.parent)", "row.parent", shape={"embed": True, "blocks": (1, 1, 1)}, game={"ends": ("run",), "hit": 0.9}),
     Mutant("a duplicate of a canonical row is not computed again", Lane, "_insert", "if verdict.position == self.scheduled:", "if True:", shape={"embed": True, "blocks": (1, 1, 1)}, game={"ends": ("run",), "hit": 0.9}),
@@ -110,5 +112,12 @@ MUTANTS = [
     Mutant("the first stage starts the row after a miss", Lane, "_commit", "elif self.inject", "elif False", shape={"embed": True}),
     Mutant("the client starts the row after a miss", Stream, "commit", "[] if self.finished else specs", "[]", shape={"embed": False}),
     Mutant("the next root is the hit's own row", Verifier, "_commit_next", "self._waiting.pop(commit.hit.id, None)", "self._waiting.pop(commit.hit.id, self._root)"),
-    Mutant("results wait for the outgoing streams", StageSession, "_send", "self._unsent.append((encoded, broadcast))", "pass"),
-]  # fmt: skip
+    Mutant("results wait for the outgoing streams", Outgoing, "_send", "self._unsent.append((encoded, broadcast))", "pass"),
+    Mutant("a text waits for the rows of an earlier one", Lane, "_admit", "item.frame.start > self.filled", "False", game=BREAK),
+    Mutant("what an earlier text still computes is not purged", Lane, "accept_prefix", "if self._newest_epoch:", "if True:", game=BREAK),
+    Mutant("a text that waited is looked at again", Lane, "finish", "self._admit()", "pass", game=BREAK),
+    Mutant("rows that are yet to be moved are moved for the next session", Lane, "resumed", "lane._moves = [", "lane._moves = [] and [", shape={"arena": 8}, game={**BREAK, "hit": 0.9}),
+    Mutant("only computed rows are gone on with", Lane, "resumed", "length = min(length, old.filled)", "length = min(length, old.tree.length)", game=BREAK),
+    Mutant("an edit shortens the log", Lane, "_truncate", "self.log.truncate(position)", "pass", game={**BREAK, "ends": ("break", "run")}),
+    Mutant("the log keeps the rows of candidates that are committed", Lane, "_commit", "self.log.put(commit.position, row.output[None])", "pass", game={**BREAK, "hit": 0.9}),
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -181,10 +182,12 @@ class _User:
         self.world, self.game, self.rng = world, game, rng
         hit, chain = rng.choice((0.0, 0.5, 0.9, 1.0)) if game.hit is None else game.hit, rng.random() < 0.3
         config = SpecConfig(plan="none", min_probability=rng.choice((0.0, 0.0, 0.3)), burst=rng.choice((1, 4, 16)))
+        self.config = config
         how = rng.choice(("instant", "steps")) if game.drafting == "any" else game.drafting
         drafters = [RandomDrafter(world.model, rng, hit, chain, how != "thread") for _ in range(world.shape.lanes)]
-        giving = iter(drafters if game.speculate and rng.random() < 0.9 else [None] * len(drafters))
-        self.client = Client(world, config, lambda: next(giving))
+        giving = itertools.cycle(drafters if game.speculate and rng.random() < 0.9 else [None] * len(drafters))
+        self.new_drafter = lambda: next(giving)
+        self.client = Client(world, config, self.new_drafter)
         if how == "steps":
             SteppedDrafting(self.client, config, rng.choice(world.weights))
             for drafter in drafters:
@@ -225,8 +228,11 @@ class _User:
         kept: dict[int, int] = {}
         complete = True
         self._settled = []
+        if end == "break":
+            self._break(requests, got)
+            client = self.client
         try:
-            for lane, tokens in client.decoder.decode(requests):
+            for lane, tokens in client.decoder.decode(_continued(requests, got)):
                 got[lane] += tokens
                 if end == "stop" and lane not in kept and rng.random() < 0.3:
                     kept[lane] = rng.randint(1, len(got[lane]))
@@ -239,12 +245,32 @@ class _User:
             stream, new = client.decoder.streams[lane], got[lane]
             text = self.world.model.decode(request.tokens, request.limit, request.stop_tokens, request.sampling, lane)
             assert new == (text if complete and lane not in kept else text[: len(new)]), f"{new} instead of {text}"
-            assert stream.tally.hits + stream.tally.misses == stream.tally.tokens == len(new)
+            assert stream.tally.hits + stream.tally.misses == stream.tally.tokens
+            assert stream.tally.tokens == len(new) or end == "break"
             self.histories[lane] = [*request.tokens, *new[: kept.get(lane)]]
             if not complete and rng.random() < 0.5:
                 client.decoder.stop(lane, stream.tree.length)
-            elif complete and lane not in kept and len(request.tokens) < request.limit:
+            elif complete and lane not in kept and stream.tally.tokens:
                 self._settled.append(lane)
+
+    def _break(self, requests: list[StreamRequest], got: list[list[int]]) -> None:
+        """Somewhere in the turn stages are lost, once or several times; another ring goes on."""
+        for _ in range(self.rng.choice((1, 1, 3))):
+            old = self.client
+            old.interrupt_after = self.rng.randint(0, self.game.patience)
+            try:
+                for lane, tokens in old.decoder.decode(_continued(requests, got)):
+                    got[lane] += tokens
+            except KeyboardInterrupt:
+                pass
+            old.gone = True
+            self.world.clients.remove(old)
+            n = len(old.spans)
+            lost = self.rng.sample(range(n), self.rng.choice((0, 1, 1, min(2, n))))
+            for i in lost:
+                self.world.stages[i].retire(old.sessions[i])
+            texts = [request.tokens for request in _continued(requests, got)]
+            self.client = Client(self.world, self.config, self.new_drafter, after=old, lost=lost, texts=texts)
 
     def check_end(self) -> None:
         """Everything settled: everybody agrees, all is answered and counted, and nothing is held once the streams
@@ -267,6 +293,16 @@ class _User:
                 state.check()
 
 
+def _continued(requests: list[StreamRequest], got: list[list[int]]) -> list[StreamRequest]:
+    """What is left to do, nothing behind a stop token."""
+    left = []
+    for request, new in zip(requests, got):
+        tokens = (*request.tokens, *new)
+        over = bool(new) and new[-1] in request.stop_tokens
+        left.append(replace(request, tokens=tokens, limit=len(tokens) if over else request.limit))
+    return left
+
+
 def check_ledger(client: Client) -> None:
     """Rule 4: stages answer for every frame; and what they say that they computed is what they computed."""
     frames = [frame for _, frame in client.received]
@@ -276,13 +312,13 @@ def check_ledger(client: Client) -> None:
     for lane in range(len(lanes[0])):
         answers = [frame.seq for frame in frames if frame.lane == lane]
         assert answers == sorted(answers)
-        sent = [frame.seq for frame in client.sent if frame.lane == lane]
+        sent = [frame.seq for frame in client.sent if frame.lane == lane and frame.epoch]
         assert sent == sorted(set(sent)) and sent[-1:] == answers[-1:], f"{sent[-1:]} sent, {answers[-1:]} answered"
         counted = [frame for frame in frames if frame.lane == lane and not isinstance(frame, PrefixFrame)]
         states = [stage[lane] for stage in lanes]
         for stage in range(1 if client.embeds else 0, len(states) - 1 if client.verifies else len(states)):
             came, left = client.rows[stage, lane], client.rows[stage + 1, lane]
-            assert came == left + states[stage].total_dropped, f"stage {stage}: {came} rows came, {left} left"
+            assert client.plans or came == left + states[stage].total_dropped, f"stage {stage}: {came} rows came, {left} left"
         for name in ("computed", "dropped"):
             told = sum(getattr(frame, name) for frame in counted) + sum(getattr(state, name) for state in states)
             assert told == sum(getattr(state, f"total_{name}") for state in states), f"{name} rows do not add up"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bloombee_spec.server.boundary import LogBudget
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.stage import Stage
 from bloombee_spec.wire.frames import encode
@@ -98,6 +99,7 @@ class World:
         self.now = 0.0
         self.model = HashModel(vocab, sum(shape.blocks), seed)
         self.links: list[Link] = []
+        self.budget = LogBudget(1 << 20, 0)
         self.buffers: dict[int, torch.Tensor] = {}  # by cache handle
         self.clients: list[Client] = []
         self.log: deque[str] = deque(maxlen=60)

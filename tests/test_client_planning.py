@@ -11,7 +11,7 @@ import pytest
 
 from bloombee_spec.client.candidates import Candidates, root_ref_of
 from bloombee_spec.client.info import StageInfo
-from bloombee_spec.client.measured import ASSUMED_BANDWIDTH, RouteMeter, row_seconds
+from bloombee_spec.client.measured import ASSUMED_BANDWIDTH, ID_BYTES, RouteMeter, row_seconds
 from bloombee_spec.client.pace import Pace
 from bloombee_spec.client.stream import Stream, StreamRequest
 from bloombee_spec.config import SpecConfig
@@ -22,7 +22,7 @@ from bloombee_spec.plan.route import plain_lap
 from bloombee_spec.plan.store import PeerStore
 from bloombee_spec.tree import NodeSpec, TokenTree
 from bloombee_spec.wire.frames import CommitFrame
-from bloombee_spec.wire.messages import Report
+from bloombee_spec.wire.steering import Report
 
 VOCAB = 100
 
@@ -144,7 +144,8 @@ def test_a_measured_route_has_the_legs_that_were_measured() -> None:
     assert {hop.bandwidth_bps for hop in route.hops} == {20e6}
     assert route.uplink.delay_s == route.downlink.delay_s == 0.03
     assert route.restart is not None and route.restart.delay_s == 0.03
-    assert route.hops[0].row_bytes == 576 * 4 and route.uplink.row_bytes < 8 and route.downlink.row_bytes < 8
+    assert route.hops[0].row_bytes == 576 * 4 + ID_BYTES
+    assert route.uplink.row_bytes < 8 and route.downlink.row_bytes < 8
     assert plain_lap(route) == pytest.approx(4 * 0.03 + 4 * 0.01 + 3 * 8 * (2304 + 12) / 20e6, rel=0.01)
 
 
@@ -158,7 +159,18 @@ def test_unmeasured_links_are_assumed_and_reports_replace_the_assumption() -> No
 def test_ends_at_the_client_make_its_legs_carry_rows() -> None:
     route = meter(embeds=False, verifies=False).route
     assert route.restart is None
-    assert route.uplink.row_bytes == route.downlink.row_bytes == 576 * 4
+    assert route.uplink.row_bytes == route.downlink.row_bytes == 576 * 4 + ID_BYTES
+
+
+def test_a_row_is_as_long_as_its_codec_makes_it() -> None:
+    found = measured(0.03, 20e6)
+    plain = found.route
+    found.rows_take(0, 576.0)
+    assert [hop.row_bytes - ID_BYTES for hop in found.route.hops] == [576.0, 576 * 4, 576 * 4]
+    assert plain_lap(found.route) == pytest.approx(plain_lap(plain) - 8 * 576 * 3 / 20e6)
+    route = found.route
+    found.rows_take(0, 578.0)
+    assert found.route is route, "a change that nobody would notice"
 
 
 def test_a_lap_as_it_was_corrects_the_sum_of_its_parts() -> None:

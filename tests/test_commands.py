@@ -16,7 +16,7 @@ import bloombee_spec
 pytest_plugins = ("patching_trees",)
 
 INSTALLED = f"{PACKAGE} {VERSION}"
-WORKS = "bloombee 0.1.3, petals 2.2.0.post1"
+WORKS = "bloombee 0.1.3, bloombee 2.3.0.dev2, petals 2.2.0.post1, petals 2.3.0.dev2"
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import torch
 from bloombee_spec.client import codecs as client_codecs
 from bloombee_spec.client.codecs import LinkCodecs, agree
 from bloombee_spec.client.info import StageInfo
-from bloombee_spec.client.measured import RouteMeter
+from bloombee_spec.client.measured import ID_BYTES, RouteMeter
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.hosts.base import Span
 from bloombee_spec.wire.activations import CodecError, CodecUnavailable
 from bloombee_spec.wire.link_codec import SAMPLE_EVERY, LinkCodec
-from bloombee_spec.wire.messages import Report
+from bloombee_spec.wire.steering import Report
 
 BOTH = "raw|lossless"
 
@@ -62,7 +62,9 @@ def test_costs_are_told_once_every_codec_was_tried() -> None:
     assert link.costs == before, "only now and then"
     link.encode(rows(4))
     assert link.costs != before
-    assert LinkCodec("raw").costs == (), "nothing to choose"
+    alone = LinkCodec("int8")
+    alone.encode(rows(4))
+    assert alone.costs[0] == 2 * 2 + 96 and alone.costs[1] > 0, "the planner asks what a row costs, choice or not"
 
 
 def described(*offers: tuple[str, ...]) -> tuple[list[Span], list[StageInfo]]:
@@ -78,7 +80,7 @@ def test_links_agree_on_what_both_ends_can_do(monkeypatch: pytest.MonkeyPatch) -
     everything = ("int8", "lossless", "raw")
     monkeypatch.setattr(client_codecs, "known_bandwidth", lambda peer: {"peer1": 5e6, "peer2": 5e8}.get(peer))
     route = described(everything, everything, everything)
-    assert agree(SpecConfig(), *route) == [BOTH] * 4
+    assert agree(SpecConfig(), *route) == [BOTH, "lossless|raw", BOTH, BOTH], "a slow link starts with fewer bytes"
     assert agree(SpecConfig(codec="tah4"), *route) == ["tah4"] * 4
     assert agree(SpecConfig(lossy="slow-links"), *route) == [BOTH, "int8", BOTH, BOTH]
     old = described(everything, ("raw",), everything)
@@ -100,6 +102,7 @@ def test_the_planner_changes_the_codec_of_a_slow_link_only_and_not_to_and_fro() 
     assert links.better(2, meter) is None
     assert links.better(3, meter) is None, "the client's own link reports nothing"
     assert links.used == ["raw", "lossless", "raw", "raw"]
+    assert [hop.row_bytes - ID_BYTES for hop in meter.route.hops] == [300.0, 400.0]
     meter.reported(1, Report(bandwidth_bps=4.5e6))
     assert links.better(1, meter) is None, "a gain of a few percent is not worth a change"
     meter.reported(1, Report(bandwidth_bps=1e9))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from host_helpers import PACKAGE, host_module, only_on
+from host_helpers import OLD_PETALS, host_module, not_on_old_petals
 
 from bloombee_spec.kv import buffer as kv
 from bloombee_spec.kv.buffer import LaneView, attend, move_columns
@@ -27,7 +27,7 @@ SCALINGS: dict[str, Any] = {
         "original_max_position_embeddings": 32,
     },
 }  # fmt: skip
-if PACKAGE == "petals":  # its transformers know no other, and take no other key
+if OLD_PETALS:  # its transformers know no other, and take no other key
     SCALINGS = {"default": None, "linear": {"type": "linear", "factor": 2.0}}
 
 
@@ -80,7 +80,7 @@ def test_chains_equal_the_hosts_block(shape: tuple[int, int, int], scaling: str)
     assert (torch.cat(got) - expected).abs().max() < TOLERANCE
 
 
-@only_on("bloombee")  # the other host's block takes no positions
+@not_on_old_petals  # the other host's block takes no positions
 @pytest.mark.parametrize("seed", range(6))
 def test_random_trees_equal_a_dense_masked_reference(seed: int) -> None:
     """Prefix, then a random tree in two forwards; stale columns are poisoned and none reaches an output."""

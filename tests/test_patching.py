@@ -11,9 +11,11 @@ import pytest
 from host_helpers import PACKAGE
 from patching_helpers import (
     FILES,
-    IMPORTS,
+    NAMES,
+    ORDERED,
+    OTHER,
     PLUGINS,
-    SHARED_FILE,
+    SERVER_FILE,
     differences_from_record,
     patch_status,
     run_patch,
@@ -26,13 +28,13 @@ pytest_plugins = ("patching_trees",)
 
 
 def test_revert_restores_every_byte_mode_and_owner(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (host_copy / SHARED_FILE).chmod(0o640)
+    (host_copy / SERVER_FILE).chmod(0o640)
     if os.geteuid() == 0:
-        os.chown(host_copy / SHARED_FILE, 12345, 12345)
+        os.chown(host_copy / SERVER_FILE, 12345, 12345)
     before = snapshot(host_copy)
-    assert patch_status(host_copy, capsys) == {IMPORTS: "not applied", PLUGINS: "not applied"}
+    assert patch_status(host_copy, capsys) == dict.fromkeys(NAMES, "not applied")
     assert run_patch(host_copy, "apply") == 0
-    assert patch_status(host_copy, capsys) == {IMPORTS: "applied", PLUGINS: "applied"}
+    assert patch_status(host_copy, capsys) == dict.fromkeys(NAMES, "applied")
     after = snapshot(host_copy)
     assert len(differences_from_record(host_copy)) == FILES
     assert {path: rights for path, (_, *rights) in after.items()} == {p: rights for p, (_, *rights) in before.items()}
@@ -56,44 +58,45 @@ def _must_not_run(*_: object) -> None:
     raise AssertionError("a file was written")
 
 
+@pytest.mark.skipif(not ORDERED, reason="no patch of this host builds on another")
 def test_patches_apply_in_order_and_revert_in_reverse_order(
     host_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = snapshot(host_copy)
     assert run_patch(host_copy, "apply", "--only", PLUGINS) == 1
-    assert f"Apply {IMPORTS} first" in capsys.readouterr().err
+    assert f"Apply {OTHER} first" in capsys.readouterr().err
     assert snapshot(host_copy) == before
-    assert run_patch(host_copy, "apply", "--only", IMPORTS) == 0
-    assert patch_status(host_copy, capsys) == {IMPORTS: "applied", PLUGINS: "not applied"}
+    assert run_patch(host_copy, "apply", "--only", OTHER) == 0
+    assert patch_status(host_copy, capsys) == {OTHER: "applied", PLUGINS: "not applied"}
     imports_only = snapshot(host_copy)
     assert run_patch(host_copy, "apply", "--only", PLUGINS) == 0
     both = snapshot(host_copy)
-    assert run_patch(host_copy, "revert", "--only", IMPORTS) == 1
+    assert run_patch(host_copy, "revert", "--only", OTHER) == 1
     assert f"Revert {PLUGINS} first" in capsys.readouterr().err
     assert snapshot(host_copy) == both
     assert run_patch(host_copy, "revert", "--only", PLUGINS) == 0
     assert snapshot(host_copy) == imports_only
-    assert run_patch(host_copy, "revert", "--only", IMPORTS) == 0
+    assert run_patch(host_copy, "revert", "--only", OTHER) == 0
     assert snapshot(host_copy) == before
 
 
 def test_an_unknown_patch_name_lists_the_known_ones(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_patch(host_copy, "apply", "--only", "nonsense") == 1
     error = capsys.readouterr().err
-    assert IMPORTS in error and PLUGINS in error
+    assert all(name in error for name in NAMES)
 
 
 def test_hard_links_of_a_package_cache_keep_their_content(host_copy: Path, tmp_path: Path) -> None:
     """Some installers link site-packages into a cache that other environments share."""
     cached = tmp_path / "cached.py"
-    os.link(host_copy / SHARED_FILE, cached)
+    os.link(host_copy / SERVER_FILE, cached)
     before = cached.read_bytes()
     assert run_patch(host_copy, "apply") == 0
-    assert cached.read_bytes() == before != (host_copy / SHARED_FILE).read_bytes()
+    assert cached.read_bytes() == before != (host_copy / SERVER_FILE).read_bytes()
 
 
 @pytest.mark.parametrize("action", ["apply", "revert"])
-@pytest.mark.parametrize("written", [0, 1, 11, FILES - 1])
+@pytest.mark.parametrize("written", [0, 1, FILES // 2, FILES - 1])
 @pytest.mark.parametrize("recovery", ["apply", "revert"])
 def test_a_run_that_fails_half_way_is_completed_or_undone(
     host_copy: Path,
@@ -116,8 +119,8 @@ def test_a_run_that_fails_half_way_is_completed_or_undone(
     middle = snapshot(host_copy)
     assert middle.keys() == original.keys(), "temporary files were left"
     assert sum(middle[path] != start[path] for path in start) == written
-    if written == 11:
-        assert "partly applied" in patch_status(host_copy, capsys)[IMPORTS]
+    if written == FILES // 2:
+        assert any("partly applied" in text for text in patch_status(host_copy, capsys).values())
     assert run_patch(host_copy, recovery) == 0
     assert snapshot(host_copy) == (patched if recovery == "apply" else original)
 
@@ -128,7 +131,7 @@ def test_a_killed_run_leaves_nothing_that_the_next_one_does_not_clean(host_copy:
     original = snapshot(host_copy)
     child = os.fork()
     if child == 0:
-        os.replace = _failing_after(5, lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[assignment]
+        os.replace = _failing_after(FILES // 2, lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[assignment]
         run_patch(host_copy, "apply")
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 from host_helpers import INFO, PACKAGE, VERSION
 from patching_helpers import (
-    IMPORTS,
+    NAMES,
+    OTHER,
+    PATCHED,
     PLUGINS,
+    SERVER_FILE,
     SET_FOLDER,
-    SHARED_FILE,
     patch_status,
     run_patch,
     snapshot,
@@ -34,7 +36,7 @@ def _edit(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"# mine\n")
 
 
-@pytest.mark.parametrize("victim", [f"{PACKAGE}/utils/ping.py", SHARED_FILE, f"{PACKAGE}/cli/run_server.py"])
+@pytest.mark.parametrize("victim", [PATCHED[0], PATCHED[len(PATCHED) // 2], PATCHED[-1]])
 @pytest.mark.parametrize("action", ["apply", "revert"])
 def test_an_edited_file_is_named_and_nothing_changes(
     host_copy: Path, capsys: pytest.CaptureFixture[str], victim: str, action: str
@@ -53,14 +55,14 @@ def test_an_edited_file_is_named_and_nothing_changes(
 
 def test_an_edit_outside_of_the_chosen_patch_does_not_matter(host_copy: Path) -> None:
     _edit(host_copy / PACKAGE / "cli/run_server.py")  # only server-plugins changes it
-    assert run_patch(host_copy, "apply", "--only", IMPORTS) == 0
+    assert run_patch(host_copy, "apply", "--only", OTHER) == 0
 
 
 def test_a_missing_file_is_named(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (host_copy / SHARED_FILE).unlink()
+    (host_copy / SERVER_FILE).unlink()
     before = snapshot(host_copy)
     assert run_patch(host_copy, "apply") == 1
-    assert f"{SHARED_FILE} (missing)" in capsys.readouterr().err
+    assert f"{SERVER_FILE} (missing)" in capsys.readouterr().err
     assert snapshot(host_copy) == before
 
 
@@ -75,7 +77,7 @@ def test_a_symbolic_link_is_not_followed(host_copy: Path, tmp_path: Path, capsys
 
 
 def test_a_file_of_absurd_size_is_refused_unread(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    os.truncate(host_copy / SHARED_FILE, MAX_BYTES + 1)
+    os.truncate(host_copy / SERVER_FILE, MAX_BYTES + 1)
     assert run_patch(host_copy, "apply") == 1
     assert f"at most {MAX_BYTES} are expected" in capsys.readouterr().err
 
@@ -85,7 +87,7 @@ def test_a_read_only_folder_is_refused_before_the_first_write(
 ) -> None:
     """`os.access` is replaced because everything is writable for root, which tests may run as."""
     before = snapshot(host_copy)
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "utils")
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "server")
     assert run_patch(host_copy, "apply") == 1
     assert "no permission to write" in capsys.readouterr().err
     assert snapshot(host_copy) == before
@@ -94,11 +96,11 @@ def test_a_read_only_folder_is_refused_before_the_first_write(
 def test_a_file_edited_between_reading_and_writing_is_not_overwritten(host_copy: Path) -> None:
     patch_set = load_set(SET_FOLDER)
     changes = plan_apply(patch_set, host_copy, patch_set.patches)
-    _edit(host_copy / SHARED_FILE)
-    edited = (host_copy / SHARED_FILE).read_bytes()
+    _edit(host_copy / SERVER_FILE)
+    edited = (host_copy / SERVER_FILE).read_bytes()
     with pytest.raises(PatchError, match=r"server\.py changed while"):
         write_changes(host_copy, changes)
-    assert (host_copy / SHARED_FILE).read_bytes() == edited
+    assert (host_copy / SERVER_FILE).read_bytes() == edited
 
 
 def test_another_version_is_refused(host_copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,19 +145,19 @@ def test_an_altered_diff_is_refused(set_copy: Path) -> None:
 
 
 def _drop_a_file(document: dict[str, dict[str, list[str]]]) -> None:
-    del document["files"][SHARED_FILE]
+    del document["files"][SERVER_FILE]
 
 
 def _shorten_a_chain(document: dict[str, dict[str, list[str]]]) -> None:
-    document["files"][SHARED_FILE].pop()
+    document["files"][SERVER_FILE].pop()
 
 
 def _repeat_a_hash(document: dict[str, dict[str, list[str]]]) -> None:
-    document["files"][SHARED_FILE][1] = document["files"][SHARED_FILE][0]
+    document["files"][SERVER_FILE][1] = document["files"][SERVER_FILE][0]
 
 
 def _mistype_a_hash(document: dict[str, dict[str, list[str]]]) -> None:
-    document["files"][SHARED_FILE][0] = "0" * 63
+    document["files"][SERVER_FILE][0] = "0" * 63
 
 
 def _traverse_with_a_name(document: dict[str, list[dict[str, str]]]) -> None:
@@ -191,7 +193,7 @@ def test_a_diff_outside_of_the_host_is_refused(set_copy: Path) -> None:
     diff = (set_copy / f"{PLUGINS}.patch").read_bytes().replace(f"/{PACKAGE}/".encode(), b"/torch/")
     (set_copy / f"{PLUGINS}.patch").write_bytes(diff)
     document = json.loads((set_copy / MANIFEST).read_bytes())
-    document["patches"][1]["sha256"] = hashlib.sha256(diff).hexdigest()
+    document["patches"][NAMES.index(PLUGINS)]["sha256"] = hashlib.sha256(diff).hexdigest()
     (set_copy / MANIFEST).write_text(json.dumps(document))
     with pytest.raises(PatchError, match="outside of the host's package"):
         load_set(set_copy)
@@ -200,6 +202,6 @@ def test_a_diff_outside_of_the_host_is_refused(set_copy: Path) -> None:
 def test_a_result_that_is_not_in_the_manifest_is_not_written(host_copy: Path) -> None:
     """Hashes guard the result too, not only what is there before."""
     patch_set = load_set(SET_FOLDER)
-    patch_set.states[SHARED_FILE] = (*patch_set.states[SHARED_FILE][:2], "0" * 64)
+    patch_set.states[SERVER_FILE] = (*patch_set.states[SERVER_FILE][:-1], "0" * 64)
     with pytest.raises(PatchError, match="not the one in the manifest"):
         plan_apply(patch_set, host_copy, patch_set.patches)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_helpers import host_module, only_on
+from host_helpers import host_module, not_on_old_petals, only_on
 from swarm_helpers import VOCAB, Knowing, client, decode, prompts, reference, respec
 
 from bloombee_spec import SpecConfig
@@ -36,7 +36,7 @@ SCRIPTS = {
 }
 
 
-speculates = only_on("bloombee")  # the other host's servers cannot go back to an earlier position
+speculates = not_on_old_petals  # whose servers cannot go back to an earlier position
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_acceptance_of_nine_tenths_saves_laps(model: Any, expected: Any) -> None
         assert stats.rows_computed <= 2 * (len(ids) + NEW - 1 + wasted)
 
 
-@only_on("petals")
+@only_on("petals", "2.2.0.post1")
 def test_servers_that_cannot_step_back_get_no_candidates(model: Any, expected: Any) -> None:
     respec(model, drafter=_knowing(expected, Script(1.0)))
     ids, target = expected[0]

@@ -20,6 +20,7 @@ from tests.ring_world import RingShape
 
 MOST_GAMES = 600  # until a mutant has to be noticed; most are within a dozen
 TOKENS = 12
+BREAK = ("break", "break", "run", "stop")
 ROUTES = [RingShape((1, 2, 1), embed, verify, 64, max_rows=64) for embed in (False, True) for verify in (False, True)]
 
 
@@ -44,6 +45,11 @@ def test_many_turns_with_few_credits() -> None:
 def test_two_clients_share_the_stages() -> None:
     for seed in range(60):
         play(Game(seed, clients=2))
+
+
+def test_a_ring_that_lost_stages_is_gone_on_with() -> None:
+    for seed in range(400):
+        play(Game(seed, turns=3, ends=BREAK, drafting="instant"))
 
 
 def test_drafting_in_a_thread_of_its_own() -> None:

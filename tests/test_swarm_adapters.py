@@ -15,8 +15,9 @@ from swarm_helpers import PLAIN, SUFFIX, VOCAB, Knowing, decode, prompts, refere
 
 from benchmarks.swarm import LocalSwarm, ServerSpec
 from bloombee_spec import SpecConfig
-from bloombee_spec.client.ring import Ring, RingError
+from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.routing import open_ring
+from bloombee_spec.client.stage_link import RingError
 from bloombee_spec.draft.scripted import Script
 from bloombee_spec.hosts.base import NoRoute, Span
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from connect_helpers import connect
-from host_helpers import only_on
+from host_helpers import not_on_old_petals
 from swarm_helpers import PLAIN, VOCAB, Knowing, adapter_errors, decode, prompts, reference, respec
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +21,7 @@ from bloombee_spec.client.model import UnsupportedCall
 from bloombee_spec.draft.scripted import Script
 from bloombee_spec.server.config import SpecServerConfig
 
-pytestmark = [pytest.mark.swarm, only_on("bloombee")]  # petals 2.2.0 has no Mixtral
+pytestmark = [pytest.mark.swarm, not_on_old_petals]
 NEW = 20
 BLOCKS = 3
 TREE = Script(0.6, siblings=(0.2, 0.1), depth=6)

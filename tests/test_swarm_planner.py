@@ -13,7 +13,7 @@ from swarm_helpers import ROUTES, VOCAB, Knowing, client, decode, prompts, refer
 from bloombee_spec import SpecConfig
 from bloombee_spec.draft.scripted import Script
 from bloombee_spec.wire.frames import ControlFrame, encode
-from bloombee_spec.wire.messages import UseCodec
+from bloombee_spec.wire.steering import UseCodec
 
 pytestmark = pytest.mark.swarm
 NEW = 48

@@ -20,6 +20,7 @@ from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.routing import open_ring
 from bloombee_spec.server.service import STREAM_PROTOCOL
 from bloombee_spec.wire.frames import CommitFrame, ControlFrame, NodesFrame, RewindFrame
+from bloombee_spec.wire.ledger import Traffic
 from bloombee_spec.wire.messages import Hello
 from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame
 
@@ -225,7 +226,7 @@ def stream_to(model: Any, peer: str, frames: list[Any]) -> Any:
         try:
             for frame in frames:
                 box.put(frame)
-            return await read_frame(reader, 5)
+            return await read_frame(reader, 5, Traffic())
         except (StreamClosed, asyncio.TimeoutError):
             return None
         finally:
@@ -274,7 +275,7 @@ def test_a_cut_link_between_stages_is_told_by_its_ends(model: Any, swarm: Any) -
 def test_a_stage_refuses_what_it_cannot_hold(model: Any) -> None:
     from dataclasses import replace
 
-    from bloombee_spec.client.ring import RingError
+    from bloombee_spec.client.stage_link import RingError
 
     ring = open_ring(model._spec_host, model, model.spec, lanes=1, max_length=64)
     infos, spans = ring.infos, ring.spans

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from connect_helpers import connect
-from host_helpers import PACKAGE, host_module
+from host_helpers import OLD_PETALS, host_module
 from swarm_helpers import PLAIN, SUFFIX, VOCAB, Knowing, adapter_errors, decode, prompts, reference, respec
 from transformers import LlamaForCausalLM
 
@@ -51,7 +51,7 @@ HEADS = {
     "at the wrong ends": (((0, 4, "lm_head"), (4, 8, "embed")), False, False),
 }
 LINEAR, LLAMA3 = ROPE_SCALING["linear"], ROPE_SCALING["llama3"]
-if PACKAGE == "petals":  # its transformers names the first one differently, and does not know the second
+if OLD_PETALS:  # its transformers names the first one differently, and does not know the second
     LINEAR, LLAMA3 = {"type": "linear", "factor": 2.0}, None
 SHAPES: dict[str, dict[str, Any]] = {
     # 5 query heads of width 14 that share one KV head

@@ -25,10 +25,12 @@ from bloombee_spec.wire.frames import (
     NodesFrame,
     PrefixFrame,
     RewindFrame,
+    RoundFrame,
     decode,
     encode,
 )
-from bloombee_spec.wire.messages import Hello, Open, Rule, Statistics
+from bloombee_spec.wire.messages import Hello, Open
+from bloombee_spec.wire.steering import Rule, Statistics
 from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame_bytes
 
 tokens = st.lists(st.integers(0, 1 << 24), max_size=20).map(tuple)
@@ -42,7 +44,7 @@ lanes = st.integers(0, 255)
 
 @st.composite
 def frames(draw: Any) -> Frame:
-    kind = draw(st.integers(0, 3))
+    kind = draw(st.integers(0, 4))
     lane, epoch, seq = draw(lanes), draw(small), draw(small)
     rows = draw(st.binary(max_size=400))
     if kind == 0:
@@ -55,6 +57,8 @@ def frames(draw: Any) -> Frame:
         return NodesFrame(lane, epoch, seq, specs, draw(small), draw(small), n_rows, rows)
     if kind == 2:
         return CommitFrame(lane, epoch, draw(small), draw(tokens), seq, draw(small), draw(small))
+    if kind == 3:
+        return RoundFrame(lane, epoch, seq, rows)
     return RewindFrame(lane, epoch, draw(small))
 
 

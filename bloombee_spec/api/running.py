@@ -12,8 +12,8 @@ from hivemind.utils.logging import get_logger
 from bloombee_spec.api.errors import ApiError
 from bloombee_spec.api.generation import Generation, Piece
 from bloombee_spec.client.relay import RelayError
-from bloombee_spec.client.ring import RingError
 from bloombee_spec.client.routing import NoPluginRoute
+from bloombee_spec.client.stage_link import RingError
 from bloombee_spec.hosts.base import NoRoute
 
 logger = get_logger(__name__)

@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from bloombee_spec.api.errors import ApiError
     from bloombee_spec.cli.report import fail
     from bloombee_spec.client.relay import RelayError
-    from bloombee_spec.client.ring import RingError
     from bloombee_spec.client.routing import NoPluginRoute
+    from bloombee_spec.client.stage_link import RingError
     from bloombee_spec.hosts.base import HostError, NoRoute
 
     model = None

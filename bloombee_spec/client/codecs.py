@@ -20,18 +20,20 @@ SLOW_BPS, SLOW_CODEC = 20e6, "int8"
 def agree(config: SpecConfig, spans: Sequence[Span], infos: Sequence[StageInfo]) -> list[str]:
     """The codecs that may be used on each link, from the client around to the client.
 
-    Exact ones may change while a session runs; a lossy one is fixed, so that plain and speculative decoding see the
-    same rows.
+    Exact ones may change while a session runs; a link that was slow in an earlier session starts with the compact one,
+    since most of a prompt crosses it before anything is measured. A lossy one is fixed, so that plain and speculative
+    decoding see the same rows.
     """
     if config.codec != "auto":
         return [config.codec] * (len(spans) + 1)
-    exact = SEPARATOR.join(name for name in EXACT if all(name in info.codecs for info in infos))
-    names = [exact] * (len(spans) + 1)
+    exact = [name for name in EXACT if all(name in info.codecs for info in infos)]
+    names = [SEPARATOR.join(exact)] * (len(spans) + 1)
     for i, (before, after) in enumerate(pairwise(infos), 1):
         bandwidth = known_bandwidth(spans[i].peer)
         slow = bandwidth is not None and bandwidth < SLOW_BPS
-        if config.lossy == "slow-links" and slow and SLOW_CODEC in before.codecs and SLOW_CODEC in after.codecs:
-            names[i] = SLOW_CODEC
+        if slow:
+            lossy = config.lossy == "slow-links" and SLOW_CODEC in before.codecs and SLOW_CODEC in after.codecs
+            names[i] = SLOW_CODEC if lossy else SEPARATOR.join(reversed(exact))
     return names
 
 
@@ -49,11 +51,17 @@ class LinkCodecs:
         """
         offered = split_names(self.names[link])
         costs, bandwidth_bps = meter.codec_costs(link - 1)
-        if len(offered) == 1 or len(costs) != 2 * len(offered) or bandwidth_bps is None:
+        if len(costs) != 2 * len(offered):
             return None
-        options = [CodecOption(name, costs[2 * i], costs[2 * i + 1]) for i, name in enumerate(offered)]
-        best = choose_codec(options, bandwidth_bps, 1, current=self.used[link]).name
+        best = self._best(link, offered, costs, bandwidth_bps)
+        meter.rows_take(link - 1, costs[2 * offered.index(best)])
         if best == self.used[link]:
             return None
         self.used[link] = best
         return best
+
+    def _best(self, link: int, offered: Sequence[str], costs: Sequence[float], bandwidth_bps: float | None) -> str:
+        if len(offered) == 1 or bandwidth_bps is None:
+            return self.used[link]
+        options = [CodecOption(name, costs[2 * i], costs[2 * i + 1]) for i, name in enumerate(offered)]
+        return choose_codec(options, bandwidth_bps, 1, current=self.used[link]).name

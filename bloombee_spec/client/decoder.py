@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,9 +12,13 @@ import torch
 
 from bloombee_spec.choose import make_chooser
 from bloombee_spec.client.drafting import Drafting
+from bloombee_spec.client.kept import Kept
+from bloombee_spec.client.listener import Listener
 from bloombee_spec.client.local_verifier import LocalVerifier
 from bloombee_spec.client.peers import remember
-from bloombee_spec.client.ring import CLOSE_TIMEOUT, Ring, RingError
+from bloombee_spec.client.prefix import prefix_frames
+from bloombee_spec.client.ring import CLOSE_TIMEOUT, Ring
+from bloombee_spec.client.stage_link import RingError
 from bloombee_spec.client.stream import Stream, StreamRequest
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
@@ -30,14 +33,11 @@ from bloombee_spec.wire.frames import (
     NodesFrame,
     PrefixFrame,
     RewindFrame,
+    RoundFrame,
     encode,
 )
 from bloombee_spec.wire.link_codec import LinkCodec
-from bloombee_spec.wire.messages import Rule, Statistics
-
-PATIENCE_S, PATIENCE_LAPS = 2.0, 20.0  # of silence before the stages are asked
-PATIENCE_PREFILL_S = 10.0
-PING_TIMEOUT, PING_ROUND_TRIPS = 1.0, 10.0
+from bloombee_spec.wire.steering import Rule, Statistics
 
 
 class RingDecoder:
@@ -45,8 +45,9 @@ class RingDecoder:
 
     def __init__(
         self, host: Host, model: Any, ring: Ring, config: SpecConfig, *, lanes: int, max_length: int,
-        new_drafter: Callable[[], Drafter | None],
+        new_drafter: Callable[[], Drafter | None], texts: Sequence[Sequence[int]] = (),
     ):  # fmt: skip
+        """:param texts: by lane, what the ring goes on with, if it follows another one"""
         self._host, self._model, self.ring, self._config = host, model, ring, config
         self.streams = [
             Stream(
@@ -65,10 +66,18 @@ class RingDecoder:
             )  # fmt: skip
         self._seq = itertools.count(1)
         self.first_token_at: float | None = None
-        self._heard = 0.0  # monotonic time of the last event
+        self._listener = Listener(ring, config.stall_timeout)
         # A drafter that answers at once is asked in the decode loop itself; any other thinks beside it.
         slow = any(stream.drafter is not None and not stream.drafter.instant for stream in self.streams)
         self._drafting = Drafting(self.streams, config, self._send_specs) if slow else None
+        self._missing: list[PrefixFrame] = []  # what the first stage lacks of an earlier ring's text
+        for stream, plan, text in zip(self.streams, ring.plans, texts):
+            stream.resume(text[: plan.start])
+            if self._verifier is not None:
+                self._verifier.fill(stream.lane, text[: plan.start])
+            self._missing += prefix_frames(
+                stream.lane, 0, text[: plan.start], plan.first, ring.max_prefill, max_length
+            )
 
     def decode(self, requests: Sequence[StreamRequest]) -> Iterator[tuple[int, list[int]]]:
         """Yields `(lane, new tokens)` until every stream reached its limit or a stop token, or was stopped.
@@ -76,7 +85,9 @@ class RingDecoder:
         :raises RingError: the ring broke or fell silent
         """
         self.first_token_at = None
-        self._heard = time.monotonic()
+        self._listener.begin()
+        while self._missing:
+            self._send(self._missing.pop(0))
         for stream, request in zip(self.streams, requests):
             self._begin(stream, request)
         while not all(stream.finished for stream in self.streams):
@@ -110,8 +121,15 @@ class RingDecoder:
             self._verifier.rewind(lane, stream.epoch, stream.held)
         self.ring.rewind(lane, stream.epoch, stream.held)
 
-    def close(self, timeout: float = CLOSE_TIMEOUT) -> list[Statistics | None]:
-        """End the ring's session within `timeout` seconds; never raises. Returns what the stages counted."""
+    def kept(self) -> Kept:
+        """What the stages hold of the streams' texts."""
+        return self.ring.kept([tuple(stream.tree.committed) for stream in self.streams])
+
+    def close(self, timeout: float = CLOSE_TIMEOUT, keep: bool = False) -> list[Statistics | None]:
+        """End the ring's session within `timeout` seconds; never raises. Returns what the stages counted.
+
+        :param keep: as for `Ring.close`
+        """
         if self._drafting is not None:
             self._drafting.close()
         for stream in self.streams:
@@ -119,7 +137,7 @@ class RingDecoder:
                 stream.drafter.close()
         if self.ring.meter is not None:
             remember(self.ring.meter)
-        return self.ring.close(timeout)
+        return self.ring.close(timeout, keep)
 
     def _begin(self, stream: Stream, request: StreamRequest) -> None:
         with stream.lock:  # until the prefix is on its way, so that no candidate overtakes it
@@ -159,37 +177,12 @@ class RingDecoder:
         """None: a link that was busy is free again, and candidates wait for it."""
         pauses = [] if self._drafting is not None else [stream.pause() for stream in self.streams]
         pause = min((pause for pause in pauses if pause > 0), default=0.0)
-        try:
-            event = self.ring.events.get(timeout=pause or self._patience())
-        except queue.Empty:
-            if not pause:
-                self._check_silence()
-            return None
-        self._heard = time.monotonic()
-        if isinstance(event, RingError):
-            raise event
-        return event
-
-    def _patience(self) -> float:
-        """Seconds of silence after which to ask whether all stages are there: many laps, as this ring's laps go."""
-        longest = self._config.stall_timeout
-        if self.first_token_at is None or self.ring.meter is None:
-            return min(longest, PATIENCE_PREFILL_S)
-        return min(longest, max(PATIENCE_S, PATIENCE_LAPS * self.ring.meter.lap_s))
-
-    def _check_silence(self) -> None:
-        """:raises RingError: a stage is not there, or nothing came for `stall_timeout` although all of them are"""
-        silence = time.monotonic() - self._heard
-        for index in self.ring.silent_stages(PING_TIMEOUT + PING_ROUND_TRIPS * self.ring.meter.longest_rtt_s):
-            peer = self.ring.spans[index].peer
-            raise RingError(f"stage {index} at {peer} is silent: no answer for {silence:.0f} s", peer)
-        if silence >= self._config.stall_timeout:
-            raise RingError(f"no answer from the ring for {silence:.0f} s")
+        return self._listener.next(decoding=self.first_token_at is not None, pause=pause)
 
     def _verified(self, frame: Frame) -> CommitFrame:
         """The commit that a frame carries, or that its hidden rows lead to."""
         last = self.ring.spans[-1].peer
-        if isinstance(frame, (ControlFrame, RewindFrame)) or frame.lane >= len(self.streams):
+        if isinstance(frame, (ControlFrame, RewindFrame, RoundFrame)) or frame.lane >= len(self.streams):
             raise RingError(f"unexpected {type(frame).__name__} from the last stage", last)
         if isinstance(frame, CommitFrame) == (self._verifier is not None):
             raise RingError(f"the last stage sent a {type(frame).__name__}: not what was agreed", last)

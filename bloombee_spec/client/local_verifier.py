@@ -4,6 +4,7 @@ evaluate."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import torch
 
@@ -39,6 +40,10 @@ class LocalVerifier:
     def set_rule(self, lane: int, epoch: int, stop_tokens: tuple[int, ...], chooser: Chooser) -> None:
         self._lanes[lane].set_rule(epoch, stop_tokens)
         self._verifiers[lane].set_chooser(chooser)
+
+    def fill(self, lane: int, tokens: Sequence[int]) -> None:
+        """The text so far, from an earlier ring."""
+        self._lanes[lane].fill(0, tokens)
 
     def rewind(self, lane: int, epoch: int, position: int) -> None:
         self._lanes[lane].accept_rewind(RewindFrame(lane, epoch, position))

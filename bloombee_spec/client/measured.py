@@ -13,14 +13,18 @@ from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.links import LinkEstimate
 from bloombee_spec.plan.route import Leg, Route, Stage, plain_lap
 from bloombee_spec.plan.store import PeerRecord, PeerStore
-from bloombee_spec.wire.messages import Report
+from bloombee_spec.wire.steering import Report
 
 ASSUMED_LEG_S = 0.05  # one-way delay of a link before anything was measured
 ASSUMED_BANDWIDTH = 100e6  # bit/s
-ID_BYTES, FRAME_BYTES = 5.0, 12.0  # a candidate or a commit where ids travel; a frame beside its rows
+# As `benchmarks.ledger` finds them. A candidate's id with its parent, and a committed token:
+ID_BYTES, COMMIT_BYTES = 3.0, 2.0
+# A frame beside these and its rows, 30 bytes of libp2p included: on the client's links, from the verifier to a stage
+# (no counters), between stages (a stamp, a longer checksum).
+FRAME_BYTES, RESTART_FRAME_BYTES, HOP_FRAME_BYTES = 43.0, 40.0, 52.0
 FLOOR, CEILING = 0.01, 0.5  # of the chance that a candidate needs
 WEIGHT = 0.2  # of a new lap in the running estimate
-CHANGE = 0.1  # relative change of a lap or a row's cost that makes a new route
+CHANGE, SIZE_CHANGE = 0.1, 0.01  # relative change of a lap or a row's cost, or of its bytes, that makes a new route
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -36,6 +40,7 @@ class _Measured:
     bandwidth_bps: float | None = None
     queue_s: float = 0.0
     codec_costs: tuple[float, ...] = ()  # of the link behind this stage
+    row_bytes: float | None = None  # on that link, in the codec that is in use
 
 
 class RouteMeter:
@@ -110,6 +115,12 @@ class RouteMeter:
             known = self._stages[index + 1].bandwidth_bps if index + 1 < len(self._stages) else None
             return self._stages[index].codec_costs, known
 
+    def rows_take(self, index: int, nbytes: float) -> None:
+        """Bytes of a row on the link behind a stage, encoded as it is now."""
+        with self._lock:
+            self._news = True
+            self._stages[index].row_bytes = nbytes
+
     def observe_lap(self, seconds: float) -> None:
         """A lap that nothing shortened: from one miss to the next commit, without candidates between."""
         with self._lock:
@@ -154,15 +165,16 @@ class RouteMeter:
 
     def _build(self) -> Route:
         stages = self._stages
-        client_row = ID_BYTES if self._embeds else self._row_bytes
+        client_row = ID_BYTES + (0.0 if self._embeds else self._row_bytes)
         uplink = _leg(stages[0].rtt_s, stages[0].bandwidth_bps, client_row)
-        downlink = _leg(stages[-1].rtt_s, None, ID_BYTES if self._verifies else self._row_bytes)
+        downlink = _leg(stages[-1].rtt_s, None, COMMIT_BYTES if self._verifies else self._behind(stages[-1]))
         hops = tuple(
-            _leg(before.next_rtt_s, after.bandwidth_bps, self._row_bytes) for before, after in pairwise(stages)
+            _leg(before.next_rtt_s, after.bandwidth_bps, self._behind(before), HOP_FRAME_BYTES)
+            for before, after in pairwise(stages)
         )
         restart: Leg | None = None
         if self._embeds and self._verifies:
-            restart = _leg(self._first_rtt_s, None, ID_BYTES)
+            restart = _leg(self._first_rtt_s, None, COMMIT_BYTES, RESTART_FRAME_BYTES)
         elif self._embeds:  # the client verifies, and tells the first stage
             restart = replace(uplink, delay_s=uplink.delay_s + downlink.delay_s)
         route = Route(
@@ -170,6 +182,10 @@ class RouteMeter:
             uplink, hops, downlink, restart,
         )  # fmt: skip
         return route if self._lap_s is None else _corrected(route, self._lap_s - plain_lap(route))
+
+    def _behind(self, stage: _Measured) -> float:
+        """Bytes of a row that a stage passes on, its id included."""
+        return ID_BYTES + (self._row_bytes if stage.row_bytes is None else stage.row_bytes)
 
 
 def row_seconds(route: Route) -> float:
@@ -180,9 +196,9 @@ def row_seconds(route: Route) -> float:
     return compute + crowding + sum(8.0 * hop.row_bytes / hop.bandwidth_bps for hop in route.hops)
 
 
-def _leg(rtt_s: float | None, bandwidth_bps: float | None, row_bytes: float) -> Leg:
+def _leg(rtt_s: float | None, bandwidth_bps: float | None, row_bytes: float, frame_bytes: float = FRAME_BYTES) -> Leg:
     delay = ASSUMED_LEG_S if rtt_s is None else rtt_s / 2
-    return Leg(delay, bandwidth_bps or ASSUMED_BANDWIDTH, row_bytes, FRAME_BYTES)
+    return Leg(delay, bandwidth_bps or ASSUMED_BANDWIDTH, row_bytes, frame_bytes)
 
 
 def _corrected(route: Route, missing_s: float) -> Route:
@@ -203,7 +219,10 @@ def _corrected(route: Route, missing_s: float) -> Route:
 def _differs(old: Route, new: Route) -> bool:
     pairs = [(plain_lap(old), plain_lap(new)), (row_seconds(old), row_seconds(new))]
     pairs += [(a.bandwidth_bps, b.bandwidth_bps) for a, b in zip(old.hops, new.hops)]
-    return any(abs(a - b) > CHANGE * max(abs(a), abs(b)) for a, b in pairs)
+    sizes = [(a.row_bytes, b.row_bytes) for a, b in zip(old.legs, new.legs)]
+    return any(abs(a - b) > SIZE_CHANGE * max(a, b) for a, b in sizes) or any(
+        abs(a - b) > CHANGE * max(abs(a), abs(b)) for a, b in pairs
+    )
 
 
 def _profile(info: StageInfo) -> ComputeProfile:

@@ -99,6 +99,8 @@ class SpecDecodingMixin:
             full = _with_history(inputs, session)
             arguments = _with_mask(kwargs, inputs, full, session)
             call = read_call(self, full, arguments, self.spec.seed, infer_mask=full is inputs)
+            if call.rules and self.spec.rule != "keyed":
+                raise UnsupportedCall(f"the rule {self.spec.rule} does not go with options that the client evaluates")
             return self._spec_generate(
                 call, session, n_previous=full.shape[1] - (0 if inputs is None else inputs.shape[1])
             )
@@ -123,7 +125,7 @@ class SpecDecodingMixin:
             if own:
                 from dataclasses import replace
 
-                self.last_stats = replace(self.last_stats, stages=active.close())
+                self.last_stats = replace(self.last_stats, stages=active.close(), traffic=active.traffic)
         return output.result(sequences[:, n_previous:].clone())
 
     def _host_generate(self: Any, reason: str, inputs: Any, args: Any, session: Any, kwargs: dict[str, Any]) -> Any:

@@ -7,56 +7,23 @@ import queue
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
-
-from hivemind.p2p import PeerID
 
 from bloombee_spec.client.codecs import LinkCodecs
 from bloombee_spec.client.info import StageInfo
+from bloombee_spec.client.kept import Kept, LanePlan, Source, agreed, plan_lane
 from bloombee_spec.client.measured import RouteMeter
+from bloombee_spec.client.stage_link import RingError, StageLink, open_stage
 from bloombee_spec.hosts.base import Host, Span
-from bloombee_spec.server.service import STREAM_PROTOCOL, WRITE_TIMEOUT
-from bloombee_spec.wire.frames import CommitFrame, ControlFrame, Frame, FrameError, RewindFrame, decode, encode
-from bloombee_spec.wire.messages import (
-    SESSION_BYTES,
-    Close,
-    Failure,
-    Link,
-    Open,
-    Opened,
-    Ping,
-    Report,
-    Rule,
-    Statistics,
-    UseCodec,
-)
-from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame, read_frame_bytes
+from bloombee_spec.server.holding import digest
+from bloombee_spec.wire.frames import CommitFrame, ControlFrame, Frame, FrameError, RewindFrame, encode
+from bloombee_spec.wire.ledger import CLIENT, Ledger
+from bloombee_spec.wire.messages import SESSION_BYTES, Close, Link, Open
+from bloombee_spec.wire.steering import Failure, Ping, Report, Rule, Statistics, UseCodec
+from bloombee_spec.wire.streams import StreamClosed, read_frame
 
 CLOSE_TIMEOUT = 5.0
-MAX_OUTBOX = 64 << 20
-
-
-class RingError(RuntimeError):
-    """The session broke. `peer` is the server to blame (None: unknown); `retriable` is false when another route cannot
-    help."""
-
-    def __init__(self, message: str, peer: str | None = None, retriable: bool = True):
-        super().__init__(message)
-        self.peer, self.retriable = peer, retriable
-
-
-@dataclass(eq=False)
-class _Stage:
-    span: Span
-    reader: asyncio.StreamReader
-    box: Outbox
-    task: asyncio.Task[None] | None = None
-    linking_since: float = 0.0
-    answered: bool = True  # the last ping
-    bytes_received: int = 0
-    statistics: Statistics | None = None
-    closed: bool = False
 
 
 class Ring:
@@ -75,9 +42,11 @@ class Ring:
         self.meter = RouteMeter(spans, infos, embeds=embed, verifies=verify)
         self.max_prefill = min(info.max_prefill for info in infos)
         self.events: queue.Queue[Frame | RingError] = queue.Queue()
-        self._stages: list[_Stage] = []
+        self._stages: list[StageLink] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self.direct_commits, self.codecs = direct_commits, LinkCodecs(codecs)
+        self.session = secrets.token_bytes(SESSION_BYTES)
+        self.plans: list[LanePlan] = []  # by lane, how the stages get at an earlier ring's text
         self.closed = False
 
     @classmethod
@@ -97,38 +66,45 @@ class Ring:
         adapter: str | None,
         timeout: float,
         direct_commits: bool = True,
+        rule: str | None = None,
+        kept: Kept | None = None,
+        texts: Sequence[Sequence[int]] = (),
     ) -> Ring:
         """
         :param spans: the route, covering all blocks in order
         :param codecs: of each link, from the client around to the client, see `wire.link_codec`
         :param embed: let the first stage embed; `verify` let the last stage verify
         :param direct_commits: the last stage tells the other stages itself; otherwise the client has to (`commit`)
+        :param kept: what an earlier ring left, to go on with; `texts` by lane, the tokens that this one begins with
+        :param rule: let the last stage judge rounds by it instead; the client commits
         :raises RingError: a stage cannot be reached or refuses, or `timeout` seconds passed
         """
-        arena = min(arena, *(info.max_arena for info in infos))
+        arena = min(arena if kept is None else kept.arena, *(info.max_arena for info in infos))
         direct = verify and direct_commits
         ring = cls(host, spans, infos, arena=arena, embed=embed, verify=verify, direct_commits=direct, codecs=codecs)
-        session = secrets.token_bytes(SESSION_BYTES)
+        lengths = kept.lengths(texts) if kept is not None else ()
+        sources = kept.sources if kept is not None and any(lengths) else {}
         requests = [
             Open(
-                session=session, stage=i, stages=len(spans), start=span.start, end=span.end, lanes=lanes,
+                session=ring.session, stage=i, stages=len(spans), start=span.start, end=span.end, lanes=lanes,
                 max_length=max_length, arena=arena,
                 previous=spans[i - 1].peer if i else None,
                 next=spans[i + 1].peer if i + 1 < len(spans) else None,
                 verifier=spans[-1].peer if direct else None,
                 listeners=tuple(s.peer for s in spans[:-1]) if direct and i == len(spans) - 1 else (),
                 embed=embed and i == 0, verify=verify and i == len(spans) - 1,
-                codec=codecs[i + 1], codec_in=codecs[i], adapter=adapter,
+                codec=codecs[i + 1], codec_in=codecs[i], adapter=adapter, rule=rule if i == len(spans) - 1 else None,
             )
             for i, span in enumerate(spans)
         ]  # fmt: skip
+        requests = [_resuming(request, sources.get(span), lengths) for request, span in zip(requests, spans)]
         try:
-            host.run(ring._open(host.p2p(model), requests, timeout), timeout + 5)
+            host.run(ring._open(host.p2p(model), requests, timeout, kept, texts), timeout + 5)
         except TimeoutError:
-            ring.close()
+            ring.close(keep=kept is not None)
             raise RingError(f"opening the session took longer than {timeout:.0f} s") from None
         except BaseException:
-            ring.close()
+            ring.close(keep=kept is not None)
             raise
         return ring
 
@@ -168,13 +144,13 @@ class Ring:
                 self._fail(index, str(e))
 
     @property
-    def bytes_up(self) -> int:
-        """Bytes of frames that the client sent, all stages together."""
-        return sum(stage.box.bytes_sent for stage in self._stages)
-
-    @property
-    def bytes_down(self) -> int:
-        return sum(stage.bytes_received for stage in self._stages)
+    def ledger(self) -> Ledger:
+        """Of the client's streams; goes on counting."""
+        ledger = Ledger()
+        for index, stage in enumerate(self._stages):
+            ledger.keep(CLIENT, index, stage.box.traffic, outgoing=True)
+            ledger.keep(CLIENT, index, stage.received, outgoing=False)
+        return ledger
 
     def silent_stages(self, timeout: float) -> list[int]:
         """Ask all stages whether they are there; those that do not say so within `timeout` seconds. A stage answers
@@ -195,52 +171,40 @@ class Ring:
 
     # ---------------------------------------------------------------- life
 
-    async def _open(self, p2p: Any, requests: Sequence[Open], timeout: float) -> None:
+    async def _open(
+        self, p2p: Any, requests: Sequence[Open], timeout: float, kept: Kept | None, texts: Sequence[Sequence[int]]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         opened = await asyncio.gather(
             *[
-                asyncio.wait_for(self._open_stage(p2p, request, span), timeout)
+                asyncio.wait_for(open_stage(p2p, request, span), timeout)
                 for request, span in zip(requests, self.spans)
             ],
             return_exceptions=True,
         )
-        self._stages = [stage for stage in opened if isinstance(stage, _Stage)]
+        self._stages = [stage for stage in opened if isinstance(stage, StageLink)]
+        for i, (span, result) in enumerate(zip(self.spans, opened)):
+            if kept is not None and isinstance(result, StageLink) and span in kept.sources:
+                kept.sources[span] = (self.session, i)  # its old name is gone
         for span, result in zip(self.spans, opened):
             if isinstance(result, RingError):
                 raise result
             if isinstance(result, BaseException):
                 raise RingError(f"cannot open a session at {span.peer}: {result!r}", span.peer) from result
+        self.plans = [] if kept is None else _plans(self._stages, kept.lengths(texts), texts)
         for index, stage in enumerate(self._stages):
             stage.linking_since = time.monotonic()
-            stage.box.put(ControlFrame(Link().to_wire()))
+            link = Link(
+                tuple(plan.next_holds[index] for plan in self.plans), tuple(plan.replay[index] for plan in self.plans)
+            )
+            stage.box.put(ControlFrame(link.to_wire()))
             stage.task = asyncio.ensure_future(self._read(index))
-
-    async def _open_stage(self, p2p: Any, request: Open, span: Span) -> _Stage:
-        _, reader, writer = await p2p.call_binary_stream_handler(PeerID.from_base58(span.peer), STREAM_PROTOCOL)
-        box = Outbox(writer, max_bytes=MAX_OUTBOX, timeout=WRITE_TIMEOUT)
-        try:
-            box.put(ControlFrame(request.to_wire()))
-            answer = await read_frame(reader, None)
-            if not isinstance(answer, ControlFrame):
-                raise FrameError("the answer to an open request is a control message")
-            if answer.message.get("kind") == "Failure":
-                reason = Failure.from_wire(answer.message).reason
-                raise RingError(f"server {span.peer} refuses the session: {reason}", span.peer)
-            granted = Opened.from_wire(answer.message)
-            if granted.arena < request.arena:
-                raise RingError(f"server {span.peer} grants {granted.arena} credits of {request.arena}", span.peer)
-            return _Stage(span, reader, box)
-        except BaseException:
-            await box.aclose(0.1)
-            raise
 
     async def _read(self, index: int) -> None:
         stage = self._stages[index]
         try:
             while True:
-                data = await read_frame_bytes(stage.reader, None)
-                stage.bytes_received += len(data)
-                frame = decode(data)
+                frame = await read_frame(stage.reader, None, stage.received)
                 if not isinstance(frame, ControlFrame):
                     self.events.put(frame)
                 elif frame.message.get("kind") == "Failure":
@@ -272,21 +236,31 @@ class Ring:
             where = f"stage {index} ({span.start}:{span.end} at {span.peer})"
             self.events.put(RingError(f"{where}: {reason}", culprit.peer))
 
-    def close(self, timeout: float = CLOSE_TIMEOUT) -> list[Statistics | None]:
+    def kept(self, texts: Sequence[tuple[int, ...]]) -> Kept:
+        """What the stages hold if the ring is closed with `keep`.
+
+        :param texts: by lane, the committed tokens
+        """
+        return Kept({span: (self.session, i) for i, span in enumerate(self.spans)}, list(texts), self.arena)
+
+    def close(self, timeout: float = CLOSE_TIMEOUT, keep: bool = False) -> list[Statistics | None]:
         """End the session everywhere; what the stages counted comes back, None where a stage did not answer within
-        `timeout` seconds. Never raises."""
+        `timeout` seconds. Never raises.
+
+        :param keep: another ring will go on with the stages' KV shortly
+        """
         self.closed = True
         if self._loop is not None and self._stages:
             try:
-                self._host.run(self._close(timeout), timeout + 2)
+                self._host.run(self._close(timeout, keep), timeout + 2)
             except Exception:
                 pass
         return [stage.statistics for stage in self._stages]
 
-    async def _close(self, timeout: float) -> None:
+    async def _close(self, timeout: float, keep: bool) -> None:
         for stage in self._stages:
             try:
-                stage.box.put(ControlFrame(Close().to_wire()))
+                stage.box.put(ControlFrame(Close(keep).to_wire()))
             except StreamClosed:
                 continue
         tasks = [stage.task for stage in self._stages if stage.task is not None]
@@ -295,3 +269,24 @@ class Ring:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*[stage.box.aclose(0.5) for stage in self._stages])
+
+
+def _plans(stages: Sequence[StageLink], lengths: Sequence[int], texts: Sequence[Sequence[int]]) -> list[LanePlan]:
+    """By lane; what a stage holds of another text than the client's counts as nothing."""
+    held, logged = [], []
+    for stage in stages:
+        opened = stage.opened
+        mine = [digest(text[:n]) for text, n in zip(texts, opened.held)]
+        counted = agreed(opened, mine) or (0,) * len(lengths)
+        held.append(counted)
+        logged.append([first if n else 0 for n, first in zip(counted, opened.logged or (0,) * len(lengths))])
+    return [
+        plan_lane([n[lane] for n in held], [first[lane] for first in logged], length)
+        for lane, length in enumerate(lengths)
+    ]
+
+
+def _resuming(request: Open, source: Source | None, lengths: tuple[int, ...]) -> Open:
+    if source is None:
+        return request
+    return replace(request, resume=source[0], resume_stage=source[1], resume_lengths=lengths)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hivemind.utils.logging import get_logger
 
 from bloombee_spec.client.codecs import agree
 from bloombee_spec.client.info import StageInfo, fetch_info
+from bloombee_spec.client.kept import Kept
 from bloombee_spec.client.peers import recall
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.config import SpecConfig
-from bloombee_spec.hosts.base import Host
+from bloombee_spec.hosts.base import Host, Span
 
 logger = get_logger(__name__)
 
@@ -47,8 +49,12 @@ def plugin_servers(host: Host, model: Any) -> dict[str, StageInfo]:
     return {peer: info for peer in servers if (info := known[peer][1]) is not None}
 
 
-def open_ring(host: Host, model: Any, config: SpecConfig, *, lanes: int, max_length: int) -> Ring:
+def open_ring(
+    host: Host, model: Any, config: SpecConfig, *, lanes: int, max_length: int,
+    kept: Kept | None = None, texts: Sequence[Sequence[int]] = (),
+) -> Ring:  # fmt: skip
     """
+    :param kept: what an earlier ring left; servers that hold KV stay. `texts` by lane, the tokens to begin with
     :raises NoPluginRoute: the plugin's servers do not cover all blocks, or their limits are too small for this session
     :raises RingError: a stage cannot be reached or refuses
     """
@@ -67,14 +73,39 @@ def open_ring(host: Host, model: Any, config: SpecConfig, *, lanes: int, max_len
             f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin "
             f"for {lanes} streams of {max_length} tokens"
         )
-    spans = host.route(model, list(infos), cache_tokens=lanes * max_length)
+    kept = None if kept is None or not kept.sources else kept
+    spans = _route(host, model, infos, lanes * max_length, kept)
     chosen = [infos[span.peer] for span in spans]
+    has_head = chosen[-1].lm_head and spans[-1].end == n_blocks
+    rule = None if config.rule == "keyed" else config.rule
+    if rule is not None and not has_head:
+        raise NoPluginRoute(
+            f"the rule {rule} needs the LM head at the last stage, which {spans[-1].peer} does not have"
+        )
     ring = Ring.open(
         host, model, spans, chosen, lanes=lanes, max_length=max_length, arena=config.max_candidates,
         embed=chosen[0].embed and spans[0].start == 0 and not config.client_embeds,
-        verify=chosen[-1].lm_head and spans[-1].end == n_blocks and not config.client_verifies,
+        verify=has_head and rule is None and not config.client_verifies,
         codecs=agree(config, spans, chosen), adapter=adapter, timeout=config.connect_timeout,
-        direct_commits=config.direct_commits,
+        direct_commits=config.direct_commits, rule=rule, kept=kept, texts=texts,
     )  # fmt: skip
     recall(ring.meter)
     return ring
+
+
+def _route(host: Host, model: Any, infos: Mapping[str, StageInfo], cache_tokens: int, kept: Kept | None) -> list[Span]:
+    """The host's own routing; around the spans that hold KV already, if there are any.
+
+    :raises NoRoute: some block has no server
+    """
+    spans: list[Span] = []
+    at, end = 0, model.config.num_hidden_layers
+    for span in sorted(kept.sources if kept is not None else (), key=lambda span: span.start):
+        info = infos.get(span.peer)
+        if info is None or not (at <= span.start and info.start <= span.start and span.end <= info.end):
+            continue
+        if at < span.start:
+            spans += host.route(model, list(infos), cache_tokens, at, span.start)
+        spans.append(span)
+        at = span.end
+    return spans if at == end else spans + host.route(model, list(infos), cache_tokens, at, end)

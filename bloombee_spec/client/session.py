@@ -13,10 +13,14 @@ from typing import Any
 import torch
 from hivemind.utils.logging import get_logger
 
+from bloombee_spec.client.arguments import UnsupportedCall
 from bloombee_spec.client.decoder import RingDecoder
+from bloombee_spec.client.kept import Kept
 from bloombee_spec.client.relay import RelayDecoder
-from bloombee_spec.client.ring import Ring, RingError
+from bloombee_spec.client.ring import Ring
+from bloombee_spec.client.round_decoder import RoundDecoder
 from bloombee_spec.client.routing import NoPluginRoute, open_ring
+from bloombee_spec.client.stage_link import RingError
 from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
@@ -44,11 +48,13 @@ class SpecSession:
         self.output_ids: torch.Tensor | None = None  # [batch, length]: the host appends its next input to these
         self.padding: tuple[torch.Tensor, torch.Tensor] | None = None  # ids and mask of the last call's input
         self.past_key_values = None
-        self._decoder: RingDecoder | RelayDecoder | None = None
+        self.traffic: tuple[int, ...] = ()  # of the client's streams for the whole session, once closed
+        self._decoder: RingDecoder | RoundDecoder | RelayDecoder | None = None
         self._host_session: Any = None
         self._position = 0
         self._pending: list[StreamRequest] = []
         self._lost: list[Tally] = []  # by lane, counted on rings that broke during the present call
+        self._kept: Kept | None = None  # at the servers of a ring that is gone
         self._closed = False
         self._open_s = 0.0
 
@@ -99,7 +105,9 @@ class SpecSession:
                 retries += 1
                 self._lost = self.tallies or [Tally()]
                 self._lost[0].retries = retries
-                self._drop_ring()
+                self._drop_ring(keep=True)
+                if self._kept is not None:
+                    self._kept.drop(e.peer)
                 if retries > self._config.max_retries or not e.retriable:
                     raise
                 delay = min(0.1 * 2**retries, 5.0)
@@ -115,24 +123,25 @@ class SpecSession:
 
     def _decoder_for(
         self, requests: Sequence[StreamRequest], drafters: Callable[[], Drafter | None], last: bool
-    ) -> RingDecoder | RelayDecoder:
+    ) -> RingDecoder | RoundDecoder | RelayDecoder:
         """The present one, or another where the call needs to verify at the client, or drafts with something else."""
         lanes = len(requests)
         if self._decoder is not None and len(self._decoder.streams) != lanes:
             raise ValueError(f"this session has {len(self._decoder.streams)} rows, the call has {lanes}")
         at_client = any(request.chooser is not None for request in requests)
         if (at_client and self._ring is not None and self._ring.verifies) or drafters is not self._drafters:
-            self._drop_ring()
+            self._drop_ring(keep=True)
         if self._decoder is None:
             started = time.perf_counter()
             config = replace(self._config, client_verifies=True) if at_client else self._config
             self._decoder, self._drafters = self._new_decoder(lanes, config, drafters, last), drafters
+            self._kept = None
             self._open_s = time.perf_counter() - started
         return self._decoder
 
     def _new_decoder(
         self, lanes: int, config: SpecConfig, drafters: Callable[[], Drafter | None], last: bool
-    ) -> RingDecoder | RelayDecoder:
+    ) -> RingDecoder | RoundDecoder | RelayDecoder:
         """
         :param last: whether there will be no other attempt
         :raises RingError: a ring that broke has no other servers for the moment
@@ -142,12 +151,17 @@ class SpecSession:
         reason = "the configuration asks for it"
         if self._config.mode != "relay":
             try:
-                ring = open_ring(self._host, self._model, config, **sizes)
-                return RingDecoder(self._host, self._model, ring, config, **sizes, new_drafter=drafters)
+                texts = [request.tokens for request in self._pending]
+                ring = open_ring(self._host, self._model, config, **sizes, kept=self._kept, texts=texts)
+                if config.rule != "keyed":
+                    return RoundDecoder(self._host, self._model, ring, config, lanes=lanes, new_drafter=drafters)
+                return RingDecoder(self._host, self._model, ring, config, **sizes, new_drafter=drafters, texts=texts)
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
                 banned = time.monotonic() - self._model.__dict__.get("_spec_failed_at", -BAN_S) < BAN_S
                 if not last and (self._lost or (banned and isinstance(e, NoRoute))):  # bans end, servers come back
                     raise RingError(str(e)) from None
+                if self._config.rule != "keyed":
+                    raise UnsupportedCall(f"the rule {self._config.rule} works with the plugin only: {e}") from None
                 if self._config.mode == "ring":
                     raise
                 reason = str(e)
@@ -157,11 +171,15 @@ class SpecSession:
             logger.info(f"{how} in relay mode, through the host's own sessions: {reason}")
         return RelayDecoder(self._host, self._model, config, **sizes, new_drafter=drafters)
 
-    def _drop_ring(self) -> None:
+    def _drop_ring(self, keep: bool) -> None:
+        """:param keep: another one is going to continue the text"""
         self._bytes_before = self.ring_bytes
-        if self._decoder is not None:
+        if isinstance(self._decoder, RingDecoder):
+            self._kept = self._decoder.kept() if keep else None
+            self._decoder.close(BROKEN_TIMEOUT, keep)
+        elif self._decoder is not None:
             self._decoder.close(BROKEN_TIMEOUT)
-            self._decoder = None
+        self._decoder = None
 
     # ---------------------------------------------------------------- the host's interface
 
@@ -225,7 +243,7 @@ class SpecSession:
                 "legs": tuple([(leg.delay_s, leg.bandwidth_bps) for leg in legs]),
             }
         if decoder is not None:
-            spans = decoder.ring.spans if isinstance(decoder, RingDecoder) else decoder.route
+            spans = decoder.route if isinstance(decoder, RelayDecoder) else decoder.ring.spans
             route = tuple(f"{span.start}:{span.end} {span.peer}" for span in spans)
             up, down = (now - before for now, before in zip(self.ring_bytes, bytes_before))
             first = decoder.first_token_at or first
@@ -246,11 +264,14 @@ class SpecSession:
     def ring_bytes(self) -> tuple[int, int]:
         """Bytes up and down; those of the host's own sessions are not known and count as 0."""
         up, down = self._bytes_before
-        return (up, down) if self._ring is None else (up + self._ring.bytes_up, down + self._ring.bytes_down)
+        if self._ring is not None:
+            ledger = self._ring.ledger
+            up, down = up + ledger.total(outgoing=True), down + ledger.total(outgoing=False)
+        return up, down
 
     @property
     def _ring(self) -> Ring | None:
-        return self._decoder.ring if isinstance(self._decoder, RingDecoder) else None
+        return self._decoder.ring if isinstance(self._decoder, (RingDecoder, RoundDecoder)) else None
 
     @property
     def tallies(self) -> list[Tally]:
@@ -263,7 +284,9 @@ class SpecSession:
         self._closed = True
         statistics: tuple[Any, ...] = ()
         if self._decoder is not None:
+            ledger = None if self._ring is None else self._ring.ledger
             statistics = tuple(self._decoder.close())
+            self.traffic = () if ledger is None else ledger.to_wire()
             self._decoder = None
         if self._host_session is not None:
             session, self._host_session = self._host_session, None

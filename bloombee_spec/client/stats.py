@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bloombee_spec.wire.messages import Statistics
+from bloombee_spec.wire.steering import Statistics
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class SpecStats:
     :param proposed: candidates sent
     :param hits_by_depth: depth below the root when sent, to committed candidates; `sent_by_depth` alike
     :param rows_computed: rows that any stage computed, prompt included; `rows_dropped` rows that were dropped as dead
-    :param bytes_up: bytes of frames that the client sent; `bytes_down` that it received
+    :param bytes_up: bytes that the client wrote to its streams; `bytes_down` that it received
     :param draft_s: seconds that drafters spent on candidates, `hedge_s` on answers to other outcomes; `hedge_hits`
         misses whose answer was ready
     :param modes: committed tokens by the mode of the plan in force: `off`, `tree`, `stream`, or `unplanned` while the
@@ -28,7 +28,8 @@ class SpecStats:
         each link as the planner saw it: client to first stage, between stages, last stage to client
     :param codecs: activation codec that each of these links used last
     :param route: one line per stage: blocks and peer
-    :param stages: what each stage counted for the whole session, when it answered
+    :param stages: what each stage counted for the whole session, when it answered; `traffic` what the client did, see
+        `wire.ledger.from_wire`
     """
 
     mode: str
@@ -59,6 +60,7 @@ class SpecStats:
     codecs: tuple[str, ...] = ()
     route: tuple[str, ...] = ()
     stages: tuple[Statistics | None, ...] = ()
+    traffic: tuple[int, ...] = ()
 
     @property
     def tokens_per_lap(self) -> float:

@@ -19,6 +19,7 @@ from bloombee_spec.client.candidates import Ask, Candidates, root_ref_of
 from bloombee_spec.client.measured import RouteMeter
 from bloombee_spec.client.pace import Pace
 from bloombee_spec.client.planning import Planning
+from bloombee_spec.client.prefix import prefix_frames
 from bloombee_spec.client.stats import Tally
 from bloombee_spec.client.think import Lesson, go_on, layers, start_over, think
 from bloombee_spec.config import SpecConfig
@@ -110,12 +111,13 @@ class Stream:
         self.tally = Tally()
         self._missed_at = None
         self._lessons = [start_over(tokens, request.sampling or {}, request.row, self._vocab_size)]
-        return [
-            PrefixFrame(
-                self.lane, self.epoch, 0, at, tokens[at : at + chunk], at + chunk >= len(tokens), request.limit
-            )
-            for at in range(start, len(tokens), chunk)
-        ]
+        return prefix_frames(self.lane, self.epoch, tokens, start, chunk, request.limit)
+
+    def resume(self, tokens: Sequence[int]) -> None:
+        """Before the first turn: the stages hold the KV of these tokens, from an earlier ring."""
+        for token in tokens:
+            self.tree.commit(token)
+        self.held = len(tokens)
 
     def commit(self, frame: CommitFrame) -> tuple[list[int], list[NodeSpec]]:
         """Apply a commit frame; one of an older epoch is ignored.

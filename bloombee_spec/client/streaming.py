@@ -193,7 +193,7 @@ class RowStream:
                 self._active = None
                 self.stats = active.statistics(bytes_before, started)
                 if own:
-                    self.stats = replace(self.stats, stages=active.close())
+                    self.stats = replace(self.stats, stages=active.close(), traffic=active.traffic)
                 model.last_stats = self.stats
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -21,26 +22,26 @@ class Guess:
     prob: float
 
 
-Rank = Callable[[torch.Tensor, Sequence[int]], list[tuple[Guess, ...]]]
+G = TypeVar("G")  # what is kept of the logits after each token
 
 
 @dataclass(eq=False, slots=True)
-class TreeNode:
+class TreeNode(Generic[G]):
     """A token of the tree. `row` is where its KV is, -1 before it was run; `guesses` are for the token after it."""
 
     token: int
     position: int
-    parent: TreeNode | None
+    parent: TreeNode[G] | None
     row: int = -1
-    guesses: tuple[Guess, ...] | None = None
-    children: dict[int, TreeNode] = field(default_factory=dict)
+    guesses: G | None = None
+    children: dict[int, TreeNode[G]] = field(default_factory=dict)
 
-    def child(self, token: int) -> TreeNode:
+    def child(self, token: int) -> TreeNode[G]:
         if token not in self.children:
             self.children[token] = TreeNode(token, self.position + 1, self)
         return self.children[token]
 
-    def computed_below(self) -> Iterator[TreeNode]:
+    def computed_below(self) -> Iterator[TreeNode[G]]:
         """Descendants that were run, parents first."""
         for child in self.children.values():
             if child.row >= 0:
@@ -48,21 +49,21 @@ class TreeNode:
                 yield from child.computed_below()
 
 
-class LMStream:
+class LMStream(Generic[G]):
     """Committed tokens and the candidates that were run after them. No token is run twice while it stays possible.
 
     Invariant: rows `0 .. computed - 1` of the cache are the first `computed` committed tokens, the rows behind them
     belong to descendants of `root`, and there are none of those before every committed token was run.
 
-    :param rank: turns logits `[nodes, outputs]` and the positions of the tokens that they predict into guesses, best
-        first
+    :param rank: turns logits `[nodes, outputs]` and the positions of the tokens that they predict into guesses, one
+        object per node
     """
 
-    def __init__(self, model: TreeModel, rank: Rank) -> None:
+    def __init__(self, model: TreeModel, rank: Callable[[torch.Tensor, Sequence[int]], list[G]]) -> None:
         self.model = model
         self.tokens: list[int] = []
         self.computed = 0
-        self.root = TreeNode(-1, -1, None)
+        self.root: TreeNode[G] = TreeNode(-1, -1, None)
         self._rank = rank
         self._cache = TreeCache()
 
@@ -86,7 +87,7 @@ class LMStream:
         """Commit tokens: rows of candidates that they confirm join the prefix, those they contradict are dropped."""
         if not tokens:
             return
-        accepted: list[TreeNode] = []
+        accepted: list[TreeNode[G]] = []
         node = self.root
         for token in tokens:
             child = node.children.get(token)
@@ -95,7 +96,7 @@ class LMStream:
             accepted.append(child)
             node = child
         self.tokens.extend(tokens)
-        survivors: list[TreeNode] = []
+        survivors: list[TreeNode[G]] = []
         if len(accepted) == len(tokens):
             self.root = node
             self.root.parent = None
@@ -134,14 +135,14 @@ class LMStream:
         (self.root.guesses,) = self._rank(logits[-1:], [self.computed])
         return True
 
-    def run(self, nodes: Sequence[TreeNode]) -> None:
+    def run(self, nodes: Sequence[TreeNode[G]]) -> None:
         """Compute candidates in one pass. Their ancestors were run before, or precede them in `nodes`."""
         first = self._cache.rows
         visible = torch.zeros(len(nodes), first + len(nodes), dtype=torch.bool)
         visible[:, : self.computed] = True
         for i, node in enumerate(nodes):
             node.row = first + i
-            ancestor: TreeNode | None = node
+            ancestor: TreeNode[G] | None = node
             while ancestor is not None and ancestor is not self.root:
                 visible[i, ancestor.row] = True
                 ancestor = ancestor.parent

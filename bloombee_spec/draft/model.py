@@ -20,6 +20,8 @@ from bloombee_spec.draft.base import Drafter, Proposal, never
 from bloombee_spec.draft.causal_lm import TreeModel
 from bloombee_spec.draft.coupling import NoiseSource
 from bloombee_spec.draft.lm_stream import Guess, LMStream, TreeNode
+from bloombee_spec.draft.model_sampler import ModelSampler
+from bloombee_spec.draft.sampled import Sampler
 from bloombee_spec.draft.vocabulary import check_same_vocabulary
 
 
@@ -57,7 +59,7 @@ class _Candidate:
     cost: float
     age: int
     above: _Candidate | None
-    node: TreeNode
+    node: TreeNode[tuple[Guess, ...]]
     prob: float
     depth: int
     chain_prob: float
@@ -95,13 +97,17 @@ class ModelDrafter(Drafter):
         self._usable = check_same_vocabulary(tokenizer, draft_tokenizer, vocab_size or rows, rows)
         self._noise: NoiseSource | None = None
         self._temperature = 0.0
-        self._stream = LMStream(self.model, self._rank)
+        self._stream: LMStream[tuple[Guess, ...]] = LMStream(self.model, self._rank)
 
     def fork(self) -> ModelDrafter:
         """A drafter for another stream on the same weights; only the KV cache is its own."""
         twin = copy(self)
         twin._stream = LMStream(self.model, twin._rank)
         return twin
+
+    def sampler(self, vocab_size: int) -> Sampler:
+        """For rules that need drafts drawn from a known distribution."""
+        return ModelSampler(self.model, self._usable, vocab_size)
 
     def couple(self, noise: NoiseSource | None, temperature: float) -> None:
         """Rank proposals as the target ranks tokens: the smallest `E / q` first.
@@ -152,7 +158,7 @@ class ModelDrafter(Drafter):
         return length <= self.model.context and all(0 <= token < self.model.embeddings for token in (*unread, *path))
 
     def _grow(
-        self, anchor: TreeNode, budget: int, max_depth: int, interrupted: Callable[[], bool]
+        self, anchor: TreeNode[tuple[Guess, ...]], budget: int, max_depth: int, interrupted: Callable[[], bool]
     ) -> list[_Candidate]:
         """The likeliest `budget` candidates. All those whose children could be among them are run, best ones first."""
         pool: list[_Candidate] = []
@@ -177,7 +183,7 @@ class ModelDrafter(Drafter):
             for candidate in batch:
                 self._expand(pool, candidate.node, candidate)
 
-    def _expand(self, pool: list[_Candidate], node: TreeNode, above: _Candidate | None) -> None:
+    def _expand(self, pool: list[_Candidate], node: TreeNode[tuple[Guess, ...]], above: _Candidate | None) -> None:
         depth, cost, chain_prob = 0, 0.0, 1.0
         if above is not None:
             above.expanded = True

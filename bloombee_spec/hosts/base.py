@@ -5,14 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 import torch
 
 from bloombee_spec.server.config import SpecServerConfig
 
-SUPPORTED = {"bloombee": ("0.1.3",), "petals": ("2.2.0.post1",)}
+# Both main branches call themselves 2.3.0.dev2, whatever the commit; docs/hosts.md names the tested ones.
+SUPPORTED = {"bloombee": ("0.1.3", "2.3.0.dev2"), "petals": ("2.2.0.post1", "2.3.0.dev2")}
+_ADAPTERS = {
+    ("bloombee", "0.1.3"): "bloombee.BloomBeeHost",
+    ("bloombee", "2.3.0.dev2"): "bloombee_main.BloomBeeMainHost",
+    ("petals", "2.2.0.post1"): "petals.PetalsHost",
+    ("petals", "2.3.0.dev2"): "petals.PetalsMainHost",
+}  # modules of this package: each imports its host
 
 
 class HostError(RuntimeError):
@@ -64,8 +71,10 @@ class Host(ABC):
         """
 
     @abstractmethod
-    def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
-        """The host's own routing over all blocks, restricted to `peers` when given.
+    def route(
+        self, model: Any, peers: Sequence[str] | None, cache_tokens: int, start: int = 0, end: int | None = None
+    ) -> list[Span]:
+        """The host's own routing over the blocks `start .. end-1` (all of them), restricted to `peers` when given.
 
         :raises NoRoute: some block has no server
         """
@@ -157,13 +166,12 @@ def load_host(package: str | None = None) -> Host:
     version = installed_hosts().get(name, "(not installed)")
     if version not in SUPPORTED.get(name, ()):
         raise HostError(f"{name} {version} is not supported by this version; it works with {supported_hosts()}")
+    module, _, adapter = _ADAPTERS[name, version].partition(".")
     try:
-        adapter: type[Host]
-        if name == "petals":
-            from bloombee_spec.hosts.petals import PetalsHost as adapter
-        else:
-            from bloombee_spec.hosts.bloombee import BloomBeeHost as adapter
-        return adapter()
+        loaded: Host = getattr(import_module(f"bloombee_spec.hosts.{module}"), adapter)()
+        return loaded
+    except ModuleNotFoundError as e:
+        raise HostError(f"{name} {version} is installed but cannot be imported ({e}); install what is missing") from e
     except ImportError as e:
         raise HostError(
             f"{name} {version} is installed but cannot be imported ({e}); run `bloombee-spec patch apply`, then "

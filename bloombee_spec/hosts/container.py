@@ -17,13 +17,16 @@ from bloombee_spec.server.server import LoadedBlocks, StageServer
 logger = get_logger(__name__)
 
 
-def make_server_class(host_server: ModuleType, base: type[Any], config: SpecServerConfig) -> type[Any]:
+def make_server_class(
+    host_server: ModuleType, base: type[Any], config: SpecServerConfig, mixin: type[StageContainer] | None = None
+) -> type[Any]:
     """`base` (the host's `Server` or a subclass), serving plugin sessions too, on patched and unpatched hosts.
 
     :param host_server: the host's module that defines `Server` and `ModuleContainer`
+    :param mixin: a subclass of `StageContainer` for hosts that need one
     """
     host_container = host_server.ModuleContainer
-    container = type("SpecModuleContainer", (StageContainer, host_container), {"spec_config": config})
+    container = type("SpecModuleContainer", (mixin or StageContainer, host_container), {"spec_config": config})
     if hasattr(base, "container_class"):  # the host's files are patched with server-plugins
         return type("SpecServer", (base,), {"container_class": container})
     classes = {"container_class": container, "host_container": host_container}
@@ -68,6 +71,10 @@ class StageContainer:
             self.spec.shutdown()
         super().shutdown()  # type: ignore[misc]
 
+    def memory_cache(self, backend: Any) -> Any:
+        """What sessions' KV is allocated from, with the interface of Petals' `MemoryCache`."""
+        return backend.memory_cache
+
     def _loaded(self, backends: dict[str, Any], kwargs: dict[str, Any]) -> LoadedBlocks:
         args = self.create_args
         indices = list(args["block_indices"])
@@ -81,7 +88,7 @@ class StageContainer:
             blocks=[backend.module.module_shards[0] for backend in ordered],
             first_block=min(indices),
             n_blocks=args["block_config"].num_hidden_layers,
-            memory_cache=first.memory_cache,
+            memory_cache=self.memory_cache(first),
             device=first.module.devices[0],
             dtype=first.dtype,
             adapter=first._peft_module.using_adapter,

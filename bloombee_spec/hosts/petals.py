@@ -1,4 +1,5 @@
-"""Petals 2.2.0.post1. Its servers cannot take an open session back to an earlier position."""
+"""Petals: 2.2.0.post1, whose servers cannot take an open session back to an earlier position, and the main branch,
+whose can."""
 
 from __future__ import annotations
 
@@ -14,3 +15,8 @@ class PetalsHost(PetalsLikeHost):
 
     def extend_session(self, base: type[Any]) -> type[Any]:
         return type("ReplayingSession", (ReplayOnRewind, base), {})
+
+
+class PetalsMainHost(PetalsLikeHost):
+    name = "petals"
+    can_rewind = True

@@ -16,7 +16,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils.logging import get_logger
 
 from bloombee_spec.hosts.base import Host, NoRoute, Span
-from bloombee_spec.hosts.container import make_server_class
+from bloombee_spec.hosts.container import StageContainer, make_server_class
 from bloombee_spec.hosts.sessions import CLOSE_TIMEOUT, FailFast, aclose
 from bloombee_spec.server.config import SpecServerConfig
 
@@ -28,6 +28,8 @@ class PetalsLikeHost(Host):
 
     :raises ImportError: the package cannot be imported as it is installed
     """
+
+    container = StageContainer  # mixed into the host's module container
 
     def __init__(self) -> None:
         self.version = metadata.version(self.name)
@@ -77,10 +79,12 @@ class PetalsLikeHost(Host):
                 for span in manager.state.sequence_info.spans_by_priority
             }
 
-    def route(self, model: Any, peers: Sequence[str] | None, cache_tokens: int) -> list[Span]:
+    def route(
+        self, model: Any, peers: Sequence[str] | None, cache_tokens: int, start: int = 0, end: int | None = None
+    ) -> list[Span]:
         with _restricting:
             manager = _manager(model) if peers is None else self._restricted(model, frozenset(peers))
-            spans = self._sequence(manager, mode="min_latency", cache_tokens_needed=cache_tokens)
+            spans = self._sequence(manager, start, end, mode="min_latency", cache_tokens_needed=cache_tokens)
         return [Span(span.peer_id.to_base58(), span.start, span.end) for span in spans]
 
     def on_failure(self, model: Any, peer: str | None) -> None:
@@ -141,7 +145,7 @@ class PetalsLikeHost(Host):
             managers[peers] = manager_class(config, base.block_uids, dht=base.dht, state=state)
         return managers[peers]
 
-    def _sequence(self, manager: Any, *blocks: int, **options: Any) -> Any:
+    def _sequence(self, manager: Any, *blocks: int | None, **options: Any) -> Any:
         """:raises NoRoute: names the blocks without a server, and what the client asked for that narrows the choice"""
         try:
             return manager.make_sequence(*blocks, **options)
@@ -160,7 +164,7 @@ class PetalsLikeHost(Host):
     # ------------------------------------------------------------ server
 
     def server_class(self, config: SpecServerConfig, base: type[Any] | None = None) -> type[Any]:
-        return make_server_class(self._server, base or self._server.Server, config)
+        return make_server_class(self._server, base or self._server.Server, config, self.container)
 
     def serve(self, argv: Sequence[str], config: SpecServerConfig) -> None:
         from bloombee_spec.hosts.serve import run_host_command

@@ -30,6 +30,7 @@ class FailFast:
 
     def __init__(self: Any, manager: Any, max_length: int, timeout: float):
         view = copy.copy(manager)  # shares what is known of the swarm, not the configuration
+        view.shutdown = lambda: None  # where collecting a manager shuts it down, that would end the shared thread
         view.config = copy.copy(manager.config)
         view.config.max_retries, view.config.request_timeout = 1, timeout
         super().__init__(view, max_length)  # type: ignore[call-arg]

@@ -8,6 +8,7 @@ a step with few candidates attends to a short slice, a step with none attends to
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 
 class Arena:
@@ -37,6 +38,13 @@ class Arena:
         column = -heapq.heappop(self._free)
         self._used.add(column)
         return column
+
+    def reserve(self, columns: Sequence[int]) -> None:
+        """Take these columns, all of which are free."""
+        taken = set(columns)
+        self._free = [column for column in self._free if -column not in taken]
+        heapq.heapify(self._free)
+        self._used |= taken
 
     def give(self, column: int) -> None:
         """:raises KeyError: the column is not in use (a bookkeeping fault, never the peer's)"""

@@ -1,5 +1,5 @@
-"""Acceptance rules that need the drafter's distribution q, for measurements against the keyed rule. Not used by the
-ring.
+"""Acceptance rules that need the drafter's distribution q, for measurements against the keyed rule: see
+`round_rules.py` for how they run over a network.
 
 All of them draw from the target p exactly, on one condition that the keyed rule does not have: the drafts must be
 independent draws from the very q that is passed in, made with randomness that nothing else uses (see `profiles.py`).
@@ -54,9 +54,8 @@ def after_rejection(p_row: torch.Tensor, q_row: torch.Tensor, rng: torch.Generat
 def leviathan_chain(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, rng: torch.Generator) -> Verification:
     """Token-by-token acceptance of a chain (Leviathan et al. 2023, Chen et al. 2023)."""
     accepted = accepted_prefix(p, _pick(q, drafted), drafted, rng)
-    q_or_nothing = torch.cat(
-        [q, torch.zeros_like(q[:, :1])], dim=1
-    )  # after the last draft there is nothing to subtract
+    # After the last draft there is nothing to subtract.
+    q_or_nothing = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     return Verification(accepted, after_rejection(_row(p, accepted), _row(q_or_nothing, accepted), rng))
 
 
@@ -70,17 +69,17 @@ def block_verification(p: torch.Tensor, q: torch.Tensor, drafted: torch.Tensor, 
     p, q = p.double(), q.double()
     k = drafted.shape[1]
     ratio = _pick(p[:, :-1], drafted) / _positive(_pick(q, drafted))
-    weights = [torch.ones_like(ratio[:, 0])]
+    weights = [torch.ones_like(p[:, 0, 0])]
     for i in range(k):
         weights.append((weights[-1] * ratio[:, i]).clamp_max(1.0))
     weight = torch.stack(weights, dim=1)  # [batch, k + 1]
-    q_or_nothing = torch.cat([q, torch.zeros_like(q[:, :1])], dim=1)
+    q_or_nothing = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)
     residual = (weight.unsqueeze(-1) * p - q_or_nothing).clamp_min(0.0)
     mass = residual.sum(dim=-1)
     # Where w = 1 and p = q both vanish; the chance is then 1, like everywhere else on w = 1.
     keep = torch.where(weight == 1.0, 1.0, mass / (mass + 1.0 - weight))
     kept = torch.rand(drafted.shape, generator=rng, dtype=torch.float64) < keep[:, 1:]
-    lengths = torch.arange(1, k + 1) * kept
+    lengths = torch.arange(k + 1) * torch.cat([torch.ones_like(keep[:, :1], dtype=torch.bool), kept], dim=1)
     accepted = lengths.amax(dim=-1)
     return Verification(accepted, draw(_or_else(_row(residual, accepted), _row(p, accepted)), rng))
 

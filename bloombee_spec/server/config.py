@@ -33,6 +33,12 @@ class SpecServerConfig:
     """Seconds without any frame from the client after which a session is closed."""
     alloc_timeout: float = 60.0
     """Longest wait for KV cache memory, in seconds."""
+    park_timeout: float = 30.0
+    """Seconds for which the KV of a session that lost a neighbour is kept, so that the client can go on with it."""
+    log_mib: int = 256
+    """Memory for output rows of committed tokens, in MiB: from them a new next stage rebuilds its KV."""
+    log_disk_mib: int = 1024
+    """Disk for such rows when the memory is used up, in MiB."""
     max_outbox: int = 64 << 20
     """Bytes queued towards one peer; a peer that reads more slowly than that ends the session."""
 

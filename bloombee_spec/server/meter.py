@@ -7,7 +7,7 @@ import time
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.links import LinkEstimate, LinkMeter
 from bloombee_spec.wire.link_codec import LinkCodec
-from bloombee_spec.wire.messages import Report
+from bloombee_spec.wire.steering import Report
 from bloombee_spec.wire.streams import STAMP_RANGE
 
 REPORT_INTERVAL, REPORT_INTERVAL_MAX = 1.0, 16.0  # seconds; it doubles, for the first reports tell most

@@ -4,6 +4,7 @@ own handlers."""
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -23,11 +24,14 @@ from torch import nn
 import bloombee_spec
 from bloombee_spec.kv.buffer import KVShape, LaneView
 from bloombee_spec.plan.compute import ComputeProfile
+from bloombee_spec.sampling.round_rules import ROUND_RULES
 from bloombee_spec.server.allocator import CacheAllocator
+from bloombee_spec.server.boundary import BoundaryLog, LogBudget
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.families.base import UnsupportedModel
 from bloombee_spec.server.families.registry import family_for
 from bloombee_spec.server.heads import Heads
+from bloombee_spec.server.holding import Holding, NewLog, ParkingLot
 from bloombee_spec.server.service import SpecService
 from bloombee_spec.server.session import StageSession
 from bloombee_spec.server.stage import AdapterContext, Stage
@@ -106,6 +110,8 @@ class StageServer:
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._opening: set[tuple[bytes, int]] = set()
+        self._parking = ParkingLot(config.park_timeout, self._free_parked)
+        self._log_budget = LogBudget(config.log_mib << 20, config.log_disk_mib << 20)
 
     # ---------------------------------------------------------------- life
 
@@ -195,6 +201,7 @@ class StageServer:
             "max_rows": self.stage.max_rows,
             "row_seconds": {str(int(rows)): seconds for rows, seconds in self.stage.compute.points},
             "sessions": len(self.stage.sessions),
+            "parked": len(self._parking),
             "cache_bytes_left": int(loaded.memory_cache.bytes_left),
         }
 
@@ -203,26 +210,54 @@ class StageServer:
         key = (opened.session, opened.stage)
         if key in self.stage.sessions or key in self._opening:
             raise FrameError("a session of this id is open already")
-        if len(self.stage.sessions) + len(self._opening) >= self._config.max_sessions:
+        while len(self.stage.sessions) + len(self._opening) + len(self._parking) >= self._config.max_sessions:
+            if opened.resume is None and self._parking.evict() is not None:
+                continue
             raise FrameError(f"server is busy: {self._config.max_sessions} sessions are open")
-        shape = KVShape(
-            opened.end - opened.start, self._family.kv_heads, self._family.head_dim, opened.arena, opened.max_length
-        )
-        descriptor = TensorDescriptor(shape.size, dtype=self._loaded.dtype, device=self._loaded.device)
-        self._opening.add(key)
-        try:
-            ticket, handles = await self._allocator.allocate([descriptor] * opened.lanes, self._config.alloc_timeout)
-        finally:
-            self._opening.discard(key)
+        new_log = self._new_log(opened) if opened.next is not None else None
+        earlier = self._earlier(opened, client)
+        if earlier is not None:
+            holding = earlier.resumed(opened.resume_lengths, opened.embed, new_log)
+        else:
+            holding = await self._allocated(opened, key, new_log)
         assert self._loop is not None
         session = StageSession(
-            opened, client, ticket, handles, box,
+            opened, client, holding, box,
             hidden_size=self._loaded.config.hidden_size, dtype=self._loaded.dtype, device=self._loaded.device,
             vocab_size=self._loaded.config.vocab_size, max_prefill=self._config.max_prefill, head=self._heads.logits,
             loop=self._loop,
         )  # fmt: skip
         self.stage.sessions[key] = session
         return session
+
+    def _earlier(self, opened: Open, client: str) -> Holding | None:
+        """KV of this client's earlier session, if it is to be gone on with. That session ends, wherever it stands."""
+        running = self.stage.sessions.get((opened.resume or b"", opened.resume_stage))
+        if running is not None and running.client == client:
+            running.keep = True
+            self._retire(running)
+        return self._parking.take(opened, client)
+
+    async def _allocated(self, opened: Open, key: tuple[bytes, int], new_log: NewLog | None) -> Holding:
+        """:raises AllocationRefused: no room"""
+        shape = KVShape(
+            opened.end - opened.start, self._family.kv_heads, self._family.head_dim, opened.arena, opened.max_length
+        )
+        descriptor = TensorDescriptor(shape.size, dtype=self._loaded.dtype, device=self._loaded.device)
+        room = self._loaded.memory_cache.bytes_left
+        size = opened.lanes * math.prod(shape.size) * self._loaded.dtype.itemsize
+        while room < size and (freed := self._parking.evict()) is not None:  # whoever is here goes first
+            room += freed
+        self._opening.add(key)
+        try:
+            ticket, handles = await self._allocator.allocate([descriptor] * opened.lanes, self._config.alloc_timeout)
+        finally:
+            self._opening.discard(key)
+        return Holding.fresh(opened, ticket, handles, size, new_log)
+
+    def _new_log(self, opened: Open) -> NewLog:
+        hidden, dtype = int(self._loaded.config.hidden_size), self._loaded.dtype
+        return lambda: BoundaryLog(hidden, opened.max_length, dtype, self._log_budget)
 
     def _granted(self, opened: Open) -> Open:
         """What this server agrees to; limits are checked before anything is allocated."""
@@ -236,7 +271,9 @@ class StageServer:
             raise FrameError(f"max_length {opened.max_length} exceeds this server's {loaded.max_length}")
         if opened.embed and not (self._heads.embeds and opened.start == 0):
             raise FrameError("this stage has no embeddings for the first block")
-        if opened.verify and not (self._heads.verifies and opened.end == loaded.n_blocks):
+        if opened.rule is not None and opened.rule not in ROUND_RULES:
+            raise FrameError(f"rule {opened.rule[:20]!r} is not known here, only {', '.join(ROUND_RULES)}")
+        if (opened.verify or opened.rule) and not (self._heads.verifies and opened.end == loaded.n_blocks):
             raise FrameError("this stage has no LM head behind the last block")
         if opened.adapter is not None and opened.adapter not in loaded.adapters:
             raise FrameError(f"adapter {opened.adapter!r} is not loaded here")
@@ -248,7 +285,16 @@ class StageServer:
         return replace(opened, arena=min(opened.arena, config.max_arena))
 
     def _retire(self, session: StageSession) -> None:
+        if session.keep and (holding := session.give_holding()) is not None:
+            self._parking.park(session.open, session.client, holding)
         self.stage.retire(session)
+        self._wake_later()
+
+    def _free_parked(self, holding: Holding) -> None:
+        self.stage.free(holding)
+        self._wake_later()
+
+    def _wake_later(self) -> None:
         assert self._loop is not None
         self._loop.call_later(0.25, self.pool.wake)  # by then the host's cache knows, and drops the tensors
 

@@ -22,9 +22,12 @@ from hivemind.utils.logging import get_logger
 
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.allocator import AllocationRefused
-from bloombee_spec.server.session import CLIENT, COMMIT, DATA, StageSession
+from bloombee_spec.server.replay import replay
+from bloombee_spec.server.session import StageSession
 from bloombee_spec.wire.frames import ControlFrame, FrameError, decode
-from bloombee_spec.wire.messages import Close, Failure, Hello, Link, Linked, Open, Opened, Ping, Pong, Rule, UseCodec
+from bloombee_spec.wire.ledger import CLIENT, CLIENT_END, COMMIT, DATA, Traffic
+from bloombee_spec.wire.messages import Close, Hello, Link, Linked, Open, Opened
+from bloombee_spec.wire.steering import Failure, Ping, Pong, Rule, UseCodec
 from bloombee_spec.wire.streams import (
     Outbox,
     StreamClosed,
@@ -84,13 +87,13 @@ class SpecService(ServicerBase):
     async def _on_stream(self, stream: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = stream.peer_id.to_base58()
         try:
-            first = await read_frame(reader, HELLO_TIMEOUT)
+            first = await read_frame(reader, HELLO_TIMEOUT, traffic := Traffic())
             if not isinstance(first, ControlFrame):
                 raise FrameError("a stream starts with a control message")
             if first.message.get("kind") == "Open":
-                await self._serve_client(Open.from_wire(first.message), peer, reader, writer)
+                await self._serve_client(Open.from_wire(first.message), peer, reader, writer, traffic)
             else:
-                await self._serve_peer(Hello.from_wire(first.message), peer, reader, writer)
+                await self._serve_peer(Hello.from_wire(first.message), peer, reader, writer, traffic)
         except (FrameError, StreamClosed, asyncio.TimeoutError) as e:
             logger.debug(f"Stream of {peer} ended: {e!r}")
         except Exception:
@@ -100,7 +103,7 @@ class SpecService(ServicerBase):
                 writer.close()
 
     async def _serve_client(
-        self, opened: Open, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, opened: Open, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic
     ) -> None:
         box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT)
         session: StageSession | None = None
@@ -111,7 +114,10 @@ class SpecService(ServicerBase):
                 box.put(ControlFrame(Failure(str(e)).to_wire()))
                 return
             assert session is not None
-            box.put(ControlFrame(Opened(opened.arena, session.max_prefill).to_wire()))
+            session.ledger.keep(CLIENT, CLIENT_END, traffic, outgoing=False)
+            session.ledger.keep(CLIENT, CLIENT_END, box.traffic, outgoing=True)
+            held = session.held() if opened.resume is not None else ()
+            box.put(ControlFrame(Opened(session.open.arena, session.max_prefill, *held).to_wire()))
             reading = asyncio.ensure_future(self._read_client(session, reader))
             closing = asyncio.ensure_future(session.closed.wait())
             try:
@@ -123,15 +129,17 @@ class SpecService(ServicerBase):
         finally:
             if session is not None:
                 self._retire(session)
-                for link in session.links:
+                for link in session.outgoing.links:
                     await link.aclose(0.5)
             await box.aclose()
 
     async def _read_client(self, session: StageSession, reader: asyncio.StreamReader) -> None:
+        traffic = session.ledger.of(CLIENT, CLIENT_END, outgoing=False)
         try:
             while True:
                 data = await read_frame_bytes(reader, self._idle_timeout)
                 frame = decode(data)
+                traffic.received(frame, len(data))
                 if not isinstance(frame, ControlFrame):
                     session.accept(frame, CLIENT, len(data))
                     self._wake()
@@ -142,15 +150,16 @@ class SpecService(ServicerBase):
                 elif frame.message.get("kind") == "UseCodec":
                     session.use_codec(UseCodec.from_wire(frame.message).codec)
                 elif frame.message.get("kind") == "Link":
-                    Link.from_wire(frame.message)
+                    link = Link.from_wire(frame.message)
+                    session.check_link(link)
                     session.client_box.put(ControlFrame(Linked().to_wire()))  # at once: it times the round trip
-                    self._linking.add(linking := asyncio.ensure_future(self._link(session)))
+                    self._linking.add(linking := asyncio.ensure_future(self._link(session, link)))
                     linking.add_done_callback(self._linking.discard)
                 elif frame.message.get("kind") == "Ping":
                     Ping.from_wire(frame.message)
                     session.client_box.put(ControlFrame(Pong().to_wire()))
                 else:
-                    Close.from_wire(frame.message)
+                    session.keep = session.keep or Close.from_wire(frame.message).keep
                     session.client_box.put(ControlFrame(session.statistics().to_wire()))
                     session.end()
                     return
@@ -164,7 +173,7 @@ class SpecService(ServicerBase):
             logger.warning("Session failed", exc_info=True)
             session.fail(f"stage failed: {e!r}")
 
-    async def _link(self, session: StageSession) -> None:
+    async def _link(self, session: StageSession, link: Link) -> None:
         """Open this stage's outgoing streams: activations to the next stage, commits to all listeners."""
         opened = session.open
         wanted = [(peer, stage, COMMIT) for stage, peer in enumerate(opened.listeners)]
@@ -177,7 +186,12 @@ class SpecService(ServicerBase):
                 await box.aclose(0.5)
         elif len(boxes) == len(wanted):
             next_box = boxes.pop() if opened.next is not None else None
-            session.link(next_box, boxes)
+            if next_box is not None:
+                try:
+                    await replay(session, next_box, link)
+                except StreamClosed as e:
+                    session.lost(opened.stage + 1, f"stage {opened.stage} cannot replay rows: {e}")
+            session.outgoing.link(next_box, boxes)
 
     async def _dial(self, session: StageSession, peer: str, stage: int, role: str) -> Outbox | None:
         """None once the session failed, because that stage cannot be reached."""
@@ -186,25 +200,29 @@ class SpecService(ServicerBase):
             _, reader, writer = await asyncio.wait_for(
                 self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), STREAM_PROTOCOL), HELLO_TIMEOUT
             )
-            writer.write(framed(ControlFrame(Hello(session.open.session, stage, role).to_wire())))
+            traffic = session.ledger.of(role, stage, outgoing=True)
+            writer.write(framed(ControlFrame(Hello(session.open.session, stage, role).to_wire()), traffic))
         except Exception as e:
             session.fail(f"stage {session.open.stage} cannot reach stage {stage} at {peer}: {e!r}", stage)
             return None
-        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA)
-        watch = asyncio.ensure_future(_watch(reader, session, stage))
+        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA, traffic=traffic)
+        watch = asyncio.ensure_future(_watch(reader, session, role, stage))
         box.task.add_done_callback(lambda _: watch.cancel())
         return box
 
     async def _serve_peer(
-        self, hello: Hello, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, hello: Hello, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic
     ) -> None:
         session = self._sessions.get((hello.session, hello.stage))
         expected = None if session is None else session.open.previous if hello.role == DATA else session.open.verifier
         if session is None or expected != peer:
             raise FrameError(f"{peer} is not the announced sender of {hello.role} in this session")
-        writer.write(framed(ControlFrame(Linked().to_wire())))  # times the round trip
+        sender = session.open.stage - 1 if hello.role == DATA else session.open.stages - 1
+        session.ledger.keep(hello.role, sender, traffic, outgoing=False)
+        answered = session.ledger.of(hello.role, sender, outgoing=True)
+        writer.write(framed(ControlFrame(Linked().to_wire()), answered))  # times the round trip
         closing = asyncio.ensure_future(session.closed.wait())
-        reading = asyncio.ensure_future(self._read_peer(session, hello.role, reader))
+        reading = asyncio.ensure_future(self._read_peer(session, hello.role, sender, reader))
         try:
             await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -212,7 +230,8 @@ class SpecService(ServicerBase):
             closing.cancel()
             await asyncio.gather(reading, closing, return_exceptions=True)
 
-    async def _read_peer(self, session: StageSession, role: str, reader: asyncio.StreamReader) -> None:
+    async def _read_peer(self, session: StageSession, role: str, sender: int, reader: asyncio.StreamReader) -> None:
+        traffic = session.ledger.of(role, sender, outgoing=False)
         try:
             while True:
                 if role == DATA:  # no timeout: the client's stream is what times a session out
@@ -220,22 +239,24 @@ class SpecService(ServicerBase):
                     session.meter.frame_arrived(stamp, len(data))
                 else:
                     data = await read_frame_bytes(reader, None)
-                session.accept(decode(data), role, len(data))
+                frame = decode(data)
+                traffic.received(frame, len(data), stamped=role == DATA)
+                session.accept(frame, role, len(data))
                 self._wake()
                 session.report(self._compute())
         except StreamClosed:
-            sender = session.open.stage - 1 if role == DATA else session.open.stages - 1
             session.lost(sender, f"stage {session.open.stage} lost stage {sender}")
         except FrameError as e:
             session.fail(f"stage {session.open.stage}: {e}")
 
 
-async def _watch(reader: asyncio.StreamReader, session: StageSession, stage: int) -> None:
+async def _watch(reader: asyncio.StreamReader, session: StageSession, role: str, stage: int) -> None:
     """The neighbour greets back, which times the round trip, and is silent from then on: an end means that it is
     gone."""
     began = time.monotonic()
     with contextlib.suppress(StreamClosed, FrameError, asyncio.TimeoutError, ConnectionError, OSError):
-        if isinstance(await read_frame(reader, HELLO_TIMEOUT), ControlFrame):
+        traffic = session.ledger.of(role, stage, outgoing=False)
+        if isinstance(await read_frame(reader, HELLO_TIMEOUT, traffic), ControlFrame):
             session.greeted(stage, time.monotonic() - began)
             await reader.read(1)
     session.lost(stage, f"stage {session.open.stage} lost stage {stage}")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,11 @@ import torch
 from bloombee_spec.choose import make_chooser
 from bloombee_spec.lane import Lane, LaneBatch, Row
 from bloombee_spec.plan.compute import ComputeProfile
+from bloombee_spec.sampling.round_rules import ROUND_RULES
+from bloombee_spec.server.holding import Holding, digest
+from bloombee_spec.server.judge import Judge
 from bloombee_spec.server.meter import SessionMeter
+from bloombee_spec.server.outgoing import Outgoing
 from bloombee_spec.verify import Committed, Head, Verifier
 from bloombee_spec.wire.activations import CodecError
 from bloombee_spec.wire.frames import (
@@ -25,21 +29,22 @@ from bloombee_spec.wire.frames import (
     NodesFrame,
     PrefixFrame,
     RewindFrame,
-    encode,
+    RoundFrame,
 )
+from bloombee_spec.wire.ledger import CLIENT, COMMIT, DATA, Ledger
 from bloombee_spec.wire.link_codec import LinkCodec
-from bloombee_spec.wire.messages import Failure, Open, Rule, Statistics
+from bloombee_spec.wire.messages import Link, Open
+from bloombee_spec.wire.steering import Failure, Rule, Statistics
 from bloombee_spec.wire.streams import Outbox, StreamClosed
 
 NEIGHBOUR_GRACE = 1.0  # seconds for a neighbour's own words to arrive first
-CLIENT, DATA, COMMIT = "client", "data", "commit"  # what kind of stream a frame came on
 
 
 class StageSession:
     """
     :param opened: what the client asked for, already checked against the server's limits
     :param client: base58 id of the peer that opened the session
-    :param ticket: allocator's ticket of the KV memory; `handles` one cache handle per lane
+    :param holding: the KV of the lanes, with their books
     :param client_box: towards the client
     """
 
@@ -47,8 +52,7 @@ class StageSession:
         self,
         opened: Open,
         client: str,
-        ticket: int,
-        handles: tuple[int, ...],
+        holding: Holding,
         client_box: Outbox,
         *,
         hidden_size: int,
@@ -59,18 +63,21 @@ class StageSession:
         head: Head,
         loop: asyncio.AbstractEventLoop,
     ):
-        self.open, self.client, self.ticket, self.handles = opened, client, ticket, handles
+        self.open, self.client = opened, client
+        self._holding: Holding | None = holding
         self.lock = threading.Lock()
-        self.lanes = [
-            Lane(arena=opened.arena, max_length=opened.max_length, inject=opened.embed) for _ in range(opened.lanes)
-        ]
+        self.lanes, self.handles = holding.lanes, holding.handles
+        self.next_holds = [0] * opened.lanes  # tokens whose KV the next stage has, from before this session
+        self.keep = False  # when the session ends, another one may go on with its KV
         self.verifiers = [Verifier(lane, self.lock, head) for lane in self.lanes] if opened.verify else []
+        self.judges = [
+            Judge(ROUND_RULES[opened.rule], lane, self.lock, head, vocab_size, device)
+            for lane in self.lanes
+            if opened.rule is not None
+        ]
         self.meter = SessionMeter()
         self.client_box = client_box
-        self._out_box = client_box  # where results go, once linked
-        self._listener_boxes: list[Outbox] = []
-        self.links: list[Outbox] = []  # this stage's own outgoing streams
-        self._unsent: list[tuple[list[bytes], list[bytes]]] | None = []  # results from before the link
+        self.outgoing = Outgoing(client_box, opened.stage, loop, self.lost)
         self.max_prefill = max_prefill
         self.closed = asyncio.Event()
         self._losing: asyncio.TimerHandle | None = None
@@ -80,6 +87,7 @@ class StageSession:
         self.forwards = 0
         self.compute_s = self.wait_s = 0.0
         self.bytes_in = 0
+        self.ledger = Ledger()
         self._hidden_size, self._dtype, self._vocab_size, self.loop = hidden_size, dtype, vocab_size, loop
         self._device = device
         self._codec_in, self.codec = LinkCodec(opened.codec_in), LinkCodec(opened.codec)
@@ -116,12 +124,20 @@ class StageSession:
                 raise FrameError("commits are accepted from the announced verifier only")
             self._check_tokens(frame.tokens)
             with self.lock:
-                self._lane(frame.lane).accept_commit(frame)
+                commits = self._lane(frame.lane).accept_commit(frame)
+                if self.judges:
+                    self.judges[frame.lane].committed(commits)
         elif isinstance(frame, RewindFrame):
             if source != CLIENT:
                 raise FrameError("only the client rewinds")
             with self.lock:
                 self._lane(frame.lane).accept_rewind(frame)
+        elif isinstance(frame, RoundFrame):
+            if source != CLIENT or not self.judges:
+                raise FrameError("rounds are judged by the last stage, for the client, where the session says so")
+            with self.lock:
+                self._lane(frame.lane).look_again()
+                self.judges[frame.lane].accept(frame)
         else:
             raise FrameError("unexpected control message")
 
@@ -134,6 +150,8 @@ class StageSession:
             raise FrameError(f"sampling rule refused: {e}") from None
         with self.lock:
             self._lane(rule.lane).set_rule(rule.epoch, rule.stop_tokens)
+            if self.judges:
+                self.judges[rule.lane].set_rule(rule.sampling, rule.row)
             if self.verifiers:
                 self.verifiers[rule.lane].set_chooser(chooser)
 
@@ -175,6 +193,12 @@ class StageSession:
         :param rows: survivors in batch order; `hidden` `[len(rows), hidden]`
         """
         lane = self.lanes[index]
+        if batch.prefix is not None and batch.prefix.epoch == 0:
+            n = sum(row.position < batch.prefix.start + batch.prefix_rows for row in rows)
+            self._pass_refill(index, batch.prefix.tokens, rows[:n], hidden)
+            if batch.seq == 0:
+                return
+            rows, hidden, batch.prefix = rows[n:], hidden[n:], None
         prefix = batch.prefix if rows and batch.prefix is not None and rows[0].position == batch.prefix.start else None
         n_prefix = batch.prefix_rows if prefix is not None else 0
         to_client = self.open.next is None
@@ -195,48 +219,49 @@ class StageSession:
         if counters is not None:
             data = self.codec.encode(hidden[n_prefix:]) if nodes else b""
             frames.append(NodesFrame(index, batch.epoch, seq, nodes, *counters, len(nodes), data))
-        self._post(frames, [])
+        self.outgoing.post(frames, [])
+
+    def _pass_refill(self, index: int, tokens: Sequence[int], rows: list[Row], hidden: torch.Tensor) -> None:
+        """Rows of an earlier text, as far as the next stage needs them; nobody waits for an answer."""
+        if not rows or self.open.next is None:
+            return
+        n, first = len(rows), max(0, self.next_holds[index] - rows[0].position)
+        if first < n:
+            self.outgoing.post([self.refill_frame(index, rows[first].position, tokens[first:n], hidden[first:n])], [])
+
+    def refill_frame(self, index: int, start: int, tokens: Sequence[int], rows: torch.Tensor) -> PrefixFrame:
+        """For the next stage: committed tokens of an earlier session with the rows `[n, hidden]` that left here."""
+        data = self.codec.encode(rows)
+        return PrefixFrame(index, 0, 0, start, tuple(tokens), False, self.open.max_length, len(tokens), data)
 
     def emit_commits(self, index: int, done: Committed) -> None:
         """Verifier: tokens to the client with counters, and to every other stage without."""
         lane = self.lanes[index]
         with self.lock:
-            computed, dropped = lane.take_counters()
             seq = lane.answered
+            if done.epoch == 0 and seq == 0:  # rows of an earlier text: nobody waits for an answer
+                return
+            computed, dropped = lane.take_counters()
         commit = CommitFrame(index, done.epoch, done.position, done.tokens)
         to_client = replace(commit, seq=seq, computed=computed, dropped=dropped)
         to_stages = [commit] if done.tokens else []
-        self._post([to_client], to_stages)
+        self.outgoing.post([to_client], to_stages)
 
-    def _post(self, frames: list[Frame], to_listeners: list[CommitFrame]) -> None:
-        encoded = [encode(frame) for frame in frames]
-        broadcast = [encode(frame) for frame in to_listeners]
-        self.loop.call_soon_threadsafe(self._send, encoded, broadcast)
+    def emit_answer(self, answer: RoundFrame | None) -> None:
+        """Judge: what the session's rule says to a round, to the client."""
+        if answer is not None:
+            self.outgoing.post([answer], [])
 
-    def link(self, next_box: Outbox | None, listeners: list[Outbox]) -> None:
-        """The outgoing streams are open: send what waited for them. Event loop only."""
-        self._out_box = next_box or self.client_box
-        self._listener_boxes = listeners
-        self.links = [*([next_box] if next_box else []), *listeners]
-        unsent, self._unsent = self._unsent or [], None
-        for encoded, broadcast in unsent:
-            self._send(encoded, broadcast)
-
-    def _send(self, encoded: list[bytes], broadcast: list[bytes]) -> None:
-        if self._unsent is not None:
-            self._unsent.append((encoded, broadcast))
-            return
-        for data in broadcast:  # first of all: the commit overtakes the frames that it makes useless
-            for stage, box in enumerate(self._listener_boxes):
-                self._pass_on(data, box, stage)
-        for data in encoded:
-            self._pass_on(data, self._out_box, self.open.stage + 1)
-
-    def _pass_on(self, data: bytes, box: Outbox, stage: int) -> None:
-        try:
-            box.put_bytes(data)
-        except StreamClosed as e:
-            self.lost(stage, f"stage {self.open.stage} cannot pass on its results to stage {stage}: {e}")
+    def check_link(self, link: Link) -> None:
+        """:raises FrameError: it asks for rows that are not here"""
+        lanes = len(self.lanes)
+        if len(link.next_holds) not in (0, lanes) or len(link.replay) not in (0, len(link.next_holds)):
+            raise FrameError(f"a link that speaks of {len(link.next_holds)} lanes, of {lanes}")
+        with self.lock:
+            for lane, start, end in zip(self.lanes, link.next_holds, link.replay):
+                if end and (lane.log is None or not lane.log.first <= start <= end <= lane.log.end):
+                    raise FrameError(f"rows {start} to {end} are not in this stage's log")
+        self.next_holds = list(link.next_holds) or self.next_holds
 
     def greeted(self, stage: int, rtt_s: float) -> None:
         """Another stage answered the greeting on a new stream to it."""
@@ -264,8 +289,22 @@ class StageSession:
     def lost(self, stage: int, reason: str) -> None:
         """A neighbour hung up: fail, unless within a moment the client, who hears the neighbour's own reason or is
         closing all stages, ends the session. Event loop only."""
+        self.keep = True  # the client may find another neighbour
         if self._losing is None and not self.dead:
             self._losing = self.loop.call_later(NEIGHBOUR_GRACE, self.fail, reason, stage)
+
+    def give_holding(self) -> Holding | None:
+        """Whoever takes it has to keep or free it; None when it is gone already."""
+        holding, self._holding = self._holding, None
+        return holding
+
+    def held(self) -> tuple[tuple[int, ...], tuple[bytes, ...], tuple[int, ...]]:
+        """What is here of an earlier session: by lane the tokens with KV, their digest, where the log begins."""
+        with self.lock:
+            held = tuple(lane.filled for lane in self.lanes)
+            digests = tuple(digest(lane.tree.committed[:n]) for lane, n in zip(self.lanes, held))
+            logged = tuple(n if lane.log is None else min(lane.log.first, n) for lane, n in zip(self.lanes, held))
+        return held, digests, logged
 
     def end(self) -> None:
         self.dead = True
@@ -274,7 +313,7 @@ class StageSession:
             self._losing.cancel()
 
     def statistics(self) -> Statistics:
-        boxes = [self.client_box, *self.links]
+        boxes = [self.client_box, *self.outgoing.links]
         with self.lock:
             return Statistics(
                 computed_rows=sum(lane.total_computed for lane in self.lanes),
@@ -284,6 +323,7 @@ class StageSession:
                 wait_s=self.wait_s,
                 bytes_in=self.bytes_in,
                 bytes_out=sum(box.bytes_sent for box in boxes),
+                traffic=self.ledger.to_wire(),
             )
 
     def touch(self, compute_s: float) -> None:

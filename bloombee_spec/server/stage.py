@@ -3,7 +3,9 @@ thread."""
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.families.base import BlockFamily
 from bloombee_spec.server.heads import Heads
+from bloombee_spec.server.holding import Holding
 from bloombee_spec.server.pool import StagePool
 from bloombee_spec.server.session import StageSession
 
@@ -65,20 +68,47 @@ class Stage:
         self.max_rows = config.max_rows or 16
         self.compute = ComputeProfile.flat(0.0)  # seconds of a forward through all blocks, by rows
         self._memory_cache, self._adapter, self._free = memory_cache, adapter, free
-        self._retired: list[StageSession] = []
+        self._retired: list[int] = []  # tickets
+        self._jobs: deque[tuple[StageSession, int, Callable[[torch.Tensor], Any], asyncio.Future[Any]]] = deque()
 
     def retire(self, session: StageSession) -> None:
-        """The session ended: its KV is freed by the runtime thread, between two forwards."""
+        """The session ended: its KV, if it still has it, is freed by the runtime thread, between two forwards."""
         session.end()
         self.sessions.pop(session.key, None)
-        self._retired.append(session)
+        holding = session.give_holding()
+        if holding is not None:
+            self.free(holding)
+
+    def on_buffer(self, session: StageSession, index: int, job: Callable[[torch.Tensor], Any]) -> asyncio.Future[Any]:
+        """What `job` makes of a lane's KV buffer, between two forwards. Event loop only."""
+        future: asyncio.Future[Any] = session.loop.create_future()
+        self._jobs.append((session, index, job, future))
+        self.pool.wake()
+        return future
+
+    def _run_jobs(self) -> None:
+        while self._jobs:
+            session, index, job, future = self._jobs.popleft()
+            try:
+                if session.dead:
+                    raise RuntimeError("the session ended")
+                with self._memory_cache.use_cache(session.handles[index]) as (buffer,):
+                    result, error = job(buffer), None
+            except Exception as e:
+                result, error = None, e
+            session.loop.call_soon_threadsafe(_settle, future, result, error)
+
+    def free(self, holding: Holding) -> None:
+        holding.close()
+        self._retired.append(holding.ticket)
         self.pool.wake()
 
     @torch.inference_mode()
     def step(self) -> None:
         """Compute what waits, at most `max_rows` candidate rows, and pass it on."""
         while self._retired:
-            self._free(self._retired.pop().ticket)
+            self._free(self._retired.pop())
+        self._run_jobs()
         work = self._collect()
         handles = [item.session.handles[item.index] for item in work]
         with self._memory_cache.use_cache(*handles) as buffers:  # also creates and frees what was asked for
@@ -136,12 +166,14 @@ class Stage:
             if session.dead:
                 continue
             with session.lock:
-                live = lane.finish(item.batch, computed[id(item)], item.rows)
+                live = lane.finish(item.batch, computed[id(item)], item.rows, part)
             if len(live) < len(item.rows):
                 kept = {id(row) for row in live}
                 part = part[[i for i, row in enumerate(item.rows) if id(row) in kept]]
             if session.open.verify:
                 self._verify(session, item.index, live, part)
+            elif session.judges:
+                session.emit_answer(session.judges[item.index].step(live, part))
             else:
                 session.emit(item.index, item.batch, live, part)
 
@@ -217,6 +249,15 @@ class Stage:
         """Last stage: walk the tree as far as hidden rows reach, and say so to everybody."""
         done = session.verifiers[index].step(rows, hidden)
         session.emit_commits(index, done)
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
 
 
 def _span(session: StageSession) -> tuple[int, int, str | None]:

@@ -12,28 +12,33 @@ import binascii
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 from typing import Any
 
 import msgpack
 
 from bloombee_spec.tree import NodeSpec
-from bloombee_spec.wire.varint import FrameError, Reader, put_int, put_uint
+from bloombee_spec.wire.node_list import MAX_TOKEN, is_consecutive, put_nodes, read_nodes
+from bloombee_spec.wire.varint import FrameError, Reader, put_uint
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_LANES",
     "MAX_NODES",
+    "MAX_TOKEN",
     "PROTOCOL_VERSION",
     "CommitFrame",
     "ControlFrame",
+    "Encoded",
     "Frame",
     "FrameError",
     "NodesFrame",
     "PrefixFrame",
     "RewindFrame",
+    "RoundFrame",
+    "checksum_bytes",
     "decode",
     "encode",
+    "kind_of",
 ]
 
 PROTOCOL_VERSION = 1
@@ -41,7 +46,6 @@ MAX_FRAME_BYTES = 8 << 20
 MAX_LANES = 256
 MAX_NODES = 4096  # nodes or prefix tokens in one frame
 MAX_POSITION = 1 << 24
-MAX_TOKEN = 1 << 24
 MAX_COUNTER = 1 << 40
 _SHORT = 256
 
@@ -52,6 +56,7 @@ class Kind(IntEnum):
     NODES = 2
     COMMIT = 3
     REWIND = 4
+    ROUND = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +127,36 @@ class RewindFrame:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundFrame:
+    """One round of a rule that compares distributions, see `wire/rounds.py`: client to last stage what was drafted
+    from which distributions, and back what the target says to that.
+
+    :param seq: the round, from 1 in each epoch
+    """
+
+    lane: int
+    epoch: int
+    seq: int
+    body: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
 class ControlFrame:
     """A rare message (open, link, close, error, statistics): a flat mapping, validated by whoever handles it."""
 
     message: dict[str, Any]
 
 
-Frame = PrefixFrame | NodesFrame | CommitFrame | RewindFrame | ControlFrame
+Frame = PrefixFrame | NodesFrame | CommitFrame | RewindFrame | RoundFrame | ControlFrame
 
 
-def encode(frame: Frame) -> bytes:
+class Encoded(bytes):
+    """A frame as bytes, which remembers for the ledger what it is made of."""
+
+    n_tokens = n_rows = row_bytes = 0
+
+
+def encode(frame: Frame) -> Encoded:
     """:raises ValueError: a field is out of range"""
     out = bytearray()
     if isinstance(frame, PrefixFrame):
@@ -150,6 +175,10 @@ def encode(frame: Frame) -> bytes:
     elif isinstance(frame, RewindFrame):
         out.append(PROTOCOL_VERSION << 4 | Kind.REWIND)
         _put(out, frame.lane, frame.epoch, frame.position)
+    elif isinstance(frame, RoundFrame):
+        out.append(PROTOCOL_VERSION << 4 | Kind.ROUND)
+        _put(out, frame.lane, frame.epoch, frame.seq)
+        out += frame.body
     else:
         out.append(PROTOCOL_VERSION << 4 | Kind.CONTROL)
         out += msgpack.packb(frame.message, use_bin_type=True)
@@ -159,7 +188,22 @@ def encode(frame: Frame) -> bytes:
     out += checksum
     if len(out) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(out)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-    return bytes(out)
+    encoded = Encoded(out)
+    if isinstance(frame, (PrefixFrame, NodesFrame)):
+        encoded.n_rows, encoded.row_bytes = frame.n_rows, len(frame.rows)
+    if not isinstance(frame, (RewindFrame, RoundFrame, ControlFrame)):
+        encoded.n_tokens = len(frame.nodes if isinstance(frame, NodesFrame) else frame.tokens)
+    return encoded
+
+
+def kind_of(data: bytes) -> int:
+    """Of an encoded frame."""
+    return data[0] & 0xF
+
+
+def checksum_bytes(size: int) -> int:
+    """Of an encoded frame of `size` bytes."""
+    return 2 if size <= _SHORT + 2 else 4
 
 
 def decode(data: bytes | memoryview) -> Frame:
@@ -195,6 +239,8 @@ def decode(data: bytes | memoryview) -> Frame:
         position = read.uint(MAX_POSITION)
         read.end()
         return RewindFrame(lane, epoch, position)
+    if kind == Kind.ROUND:
+        return RoundFrame(lane, epoch, read.uint(MAX_COUNTER), read.rest())
     raise FrameError(f"unknown frame kind {kind}")
 
 
@@ -207,23 +253,15 @@ CONSECUTIVE, COUNTED, WITH_ROWS = 1, 2, 4  # flags of a nodes frame
 
 
 def _put_nodes(out: bytearray, frame: NodesFrame) -> None:
-    """Ids as the step from the previous id, parents relative to the previous node: a chain costs one byte per link.
-
-    :raises ValueError: rows for some of the nodes only
-    """
-    nodes, previous = frame.nodes, 0
+    """:raises ValueError: rows for some of the nodes only"""
+    nodes = frame.nodes
     if frame.n_rows not in (0, len(nodes)):
         raise ValueError(f"{frame.n_rows} rows for {len(nodes)} nodes")
-    consecutive = all(b.id == a.id + 1 for a, b in pairwise(nodes))
+    consecutive = is_consecutive(nodes)
     counted = bool(frame.computed or frame.dropped)
     flags = CONSECUTIVE * consecutive | COUNTED * counted | WITH_ROWS * bool(frame.n_rows)
     _put(out, frame.lane, frame.epoch, frame.seq, len(nodes), flags)
-    for i, node in enumerate(nodes):
-        if i == 0 or not consecutive:
-            put_int(out, node.id - previous)
-        put_int(out, (node.id if i == 0 else previous) - node.parent)
-        put_uint(out, node.token)
-        previous = node.id
+    put_nodes(out, nodes, consecutive)
     if counted:
         _put(out, frame.computed, frame.dropped)
     out += frame.rows
@@ -231,22 +269,16 @@ def _put_nodes(out: bytearray, frame: NodesFrame) -> None:
 
 def _read_nodes(read: Reader, lane: int, epoch: int) -> NodesFrame:
     seq, count, flags = read.uint(MAX_COUNTER), read.uint(MAX_NODES), read.uint(7)
-    nodes: list[NodeSpec] = []
-    previous = 0
-    for i in range(count):
-        node_id = previous + 1 if i and flags & CONSECUTIVE else previous + read.int(MAX_COUNTER)
-        parent = (node_id if i == 0 else previous) - read.int(MAX_COUNTER)
-        nodes.append(NodeSpec(node_id, parent, read.uint(MAX_TOKEN)))
-        previous = node_id
+    nodes = read_nodes(read, count, bool(flags & CONSECUTIVE))
     computed, dropped = (read.uint(MAX_COUNTER), read.uint(MAX_COUNTER)) if flags & COUNTED else (0, 0)
     n_rows = count if flags & WITH_ROWS else 0
-    return NodesFrame(lane, epoch, seq, tuple(nodes), computed, dropped, n_rows, read.rest())
+    return NodesFrame(lane, epoch, seq, nodes, computed, dropped, n_rows, read.rest())
 
 
 def _checked_body(data: memoryview) -> memoryview:
     if not 3 <= len(data) <= MAX_FRAME_BYTES:
         raise FrameError(f"a frame has 3 .. {MAX_FRAME_BYTES} bytes, found {len(data)}")
-    size = 2 if len(data) <= _SHORT + 2 else 4
+    size = checksum_bytes(len(data))
     body, found = data[:-size], int.from_bytes(data[-size:], "big")
     expected = binascii.crc_hqx(body, 0) if size == 2 else zlib.crc32(body)
     if found != expected:
@@ -256,18 +288,9 @@ def _checked_body(data: memoryview) -> memoryview:
 
 def _unpack(data: memoryview) -> dict[str, Any]:
     """Msgpack without extension types or timestamps: plain values only, sizes bounded by the frame itself."""
-    n = len(data)
+    limits = dict.fromkeys(("max_str_len", "max_bin_len", "max_array_len", "max_map_len"), len(data))
     try:
-        message = msgpack.unpackb(
-            data,
-            raw=False,
-            strict_map_key=True,
-            max_str_len=n,
-            max_bin_len=n,
-            max_array_len=n,
-            max_map_len=n,
-            max_ext_len=0,
-        )
+        message = msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0, **limits)
     except Exception as e:  # msgpack raises half a dozen unrelated types on bad input
         raise FrameError(f"malformed control message: {e}") from None
     if not isinstance(message, dict):

@@ -10,7 +10,7 @@ from bloombee_spec.wire.activations import ActivationCodec, CodecError, get_code
 
 SEPARATOR = "|"
 MAX_CODECS = 4
-SAMPLE_EVERY = 32  # frames between two trials of the codecs that are not in use
+SAMPLE_EVERY = 32  # frames between two trials of all codecs
 SAMPLED_ROWS = 16
 WEIGHT = 0.2  # of a new sample in a running mean
 
@@ -60,13 +60,13 @@ class LinkCodec:
         return tuple(number for cost in self._costs if cost is not None for number in cost)
 
     def encode(self, rows: torch.Tensor) -> bytes:
-        if len(self._codecs) == 1 or not len(rows):  # no rows, no tag
+        if not len(rows):  # no rows, no tag
             return self._codecs[0].encode(rows)
         if self._frames % SAMPLE_EVERY == 0:
             for index in range(len(self._codecs)):
                 self._encode(index, rows[:SAMPLED_ROWS])
         self._frames += 1
-        return bytes([self._used]) + self._codecs[self._used].encode(rows)
+        return self._tag(self._used) + self._codecs[self._used].encode(rows)
 
     def decode(self, data: bytes | memoryview, n: int, hidden: int, dtype: torch.dtype) -> torch.Tensor:
         """`[n, hidden]` of `dtype`; raises as `ActivationCodec.decode`."""
@@ -76,6 +76,9 @@ class LinkCodec:
         if not len(view) or view[0] >= len(self._codecs):
             raise CodecError(f"rows do not say in which of {len(self._codecs)} codecs they are")
         return self._codecs[view[0]].decode(view[1:], n, hidden, dtype)
+
+    def _tag(self, index: int) -> bytes:
+        return bytes([index]) if len(self._codecs) > 1 else b""
 
     def _encode(self, index: int, rows: torch.Tensor) -> None:
         started = time.perf_counter()

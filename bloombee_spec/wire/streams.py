@@ -8,10 +8,9 @@ import contextlib
 import time
 from collections import deque
 
-from bloombee_spec.wire.frames import MAX_FRAME_BYTES, Frame, FrameError, decode, encode
+from bloombee_spec.wire.frames import MAX_FRAME_BYTES, Encoded, Frame, FrameError, decode, encode
+from bloombee_spec.wire.ledger import LENGTH_BYTES, STAMP_BYTES, Traffic
 
-LENGTH_BYTES = 3
-STAMP_BYTES = 4
 STAMP_RANGE = 1 << 8 * STAMP_BYTES
 
 
@@ -45,8 +44,12 @@ def stamp_now() -> int:
     return int(time.monotonic() * 1e6) % STAMP_RANGE
 
 
-async def read_frame(reader: asyncio.StreamReader, timeout: float | None) -> Frame:
-    return decode(await read_frame_bytes(reader, timeout))
+async def read_frame(reader: asyncio.StreamReader, timeout: float | None, traffic: Traffic) -> Frame:
+    """:param traffic: counts the frame; raises as `read_frame_bytes`"""
+    data = await read_frame_bytes(reader, timeout)
+    frame = decode(data)
+    traffic.received(frame, len(data))
+    return frame
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
@@ -56,9 +59,10 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
-def framed(frame: Frame) -> bytes:
-    """A frame as it travels on a stream."""
+def framed(frame: Frame, traffic: Traffic) -> bytes:
+    """A frame as it travels on a stream; `traffic` counts it."""
     data = encode(frame)
+    traffic.sent(data)
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
@@ -70,15 +74,25 @@ class Outbox:
 
     :param stamped: every frame carries the time at which it was written, from which the receiver learns the link's
         bandwidth
+    :param traffic: what counts the frames; by default one that starts at nothing
     """
 
-    def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, timeout: float, stamped: bool = False):
+    def __init__(
+        self,
+        writer: asyncio.StreamWriter,
+        *,
+        max_bytes: int,
+        timeout: float,
+        stamped: bool = False,
+        traffic: Traffic | None = None,
+    ):
         self._writer, self._max_bytes, self._timeout, self._stamped = writer, max_bytes, timeout, stamped
         self._queue: deque[bytes] = deque()
         self._queued = 0
         self._wake = asyncio.Event()
         self._closing = False
         self.frames_sent = self.bytes_sent = 0
+        self.traffic = Traffic() if traffic is None else traffic
         self.failure: BaseException | None = None
         self.task = asyncio.ensure_future(self._run())
 
@@ -101,8 +115,23 @@ class Outbox:
         self._queued += len(data)
         self.frames_sent += 1
         self.bytes_sent += len(data)
+        if isinstance(data, Encoded):
+            self.traffic.sent(data, self._stamped)
         self._wake.set()
         return len(data)
+
+    async def room(self, queued: int, timeout: float) -> None:
+        """Until at most so many bytes wait.
+
+        :raises StreamClosed: the stream failed, or nothing left for `timeout` seconds
+        """
+        moved, before = time.monotonic(), self._queued
+        while self._queued > queued:
+            if self.failure is not None or time.monotonic() - moved > timeout:
+                raise StreamClosed(f"cannot send: {self.failure or 'the peer takes nothing'}")
+            await asyncio.sleep(0.005)
+            if self._queued < before:
+                moved, before = time.monotonic(), self._queued
 
     async def aclose(self, timeout: float = 2.0) -> None:
         """Send what is queued, then close; never raises and never waits longer than `timeout` seconds."""

@@ -36,6 +36,13 @@ class Reader:
         self._at += 1
         return self._data[self._at - 1]
 
+    def take(self, size: int) -> memoryview:
+        """The next `size` bytes."""
+        if self._at + size > len(self._data):
+            raise FrameError("frame ends in the middle of a field")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
     def uint(self, limit: int) -> int:
         """:param limit: largest value that the caller accepts"""
         value = shift = 0

@@ -22,8 +22,8 @@ class FalconFamily(BlockFamily):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        scaling = getattr(config, "rope_scaling", None)
-        if scaling and not config.alibi:
+        scaling = getattr(config, "rope_scaling", None) or {}  # transformers 5 also keeps what scales nothing there
+        if scaling.get("rope_type", scaling.get("type", "default")) != "default" and not config.alibi:
             raise UnsupportedModel(f"RoPE scaling {scaling!r}, which the host's Falcon block ignores")
         heads = int(config.num_attention_heads)
         if config.new_decoder_architecture:
@@ -82,4 +82,5 @@ class FalconFamily(BlockFamily):
 
 
 def _theta(config: Any) -> float:
-    return float(getattr(config, "rope_theta", 10_000.0))
+    parameters = getattr(config, "rope_parameters", None) or {}  # where transformers 5 keeps it
+    return float(getattr(config, "rope_theta", None) or parameters.get("rope_theta", 10_000.0))

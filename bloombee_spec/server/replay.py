@@ -1,0 +1,48 @@
+"""A stage sends the rows of an earlier session again, to a next stage that does not have their KV."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from bloombee_spec.server.session import StageSession
+from bloombee_spec.wire.frames import encode
+from bloombee_spec.wire.messages import Link
+from bloombee_spec.wire.streams import Outbox
+
+CHUNK_BYTES = 1 << 20  # of raw rows in one frame
+MAX_QUEUED = 4 << 20  # bytes on their way; more are encoded as these leave
+STUCK_S = 60.0
+
+
+async def replay(session: StageSession, box: Outbox, link: Link) -> None:
+    """Rows of each lane from `link.next_holds` up to `link.replay`, before anything else goes to the next stage.
+
+    :raises StreamClosed: the next stage went away, or takes nothing for a minute
+    """
+    for index, (start, end) in enumerate(zip(link.next_holds, link.replay)):
+        if end > start:
+            await send_rows(session, index, start, end, box)
+
+
+async def send_rows(session: StageSession, index: int, start: int, end: int, box: Outbox) -> None:
+    """:raises StreamClosed: as `replay`"""
+    loop, at = asyncio.get_running_loop(), start
+    while not session.dead and (chunk := next_rows(session, index, at, end)) is not None:
+        frame = await loop.run_in_executor(None, session.refill_frame, index, at, *chunk)
+        await box.room(MAX_QUEUED, STUCK_S)
+        box.put_bytes(encode(frame))
+        at += len(chunk[0])
+
+
+def next_rows(session: StageSession, index: int, at: int, end: int) -> tuple[list[int], torch.Tensor] | None:
+    """Tokens and logged rows from position `at` on, as many as fit into a frame; None at `end`, or where the log ends
+    (the text was edited meanwhile: what is behind that will come by itself)."""
+    lane = session.lanes[index]
+    with session.lock:
+        if lane.log is None or not lane.log.first <= at < min(end, lane.log.end):
+            return None
+        most = max(1, min(session.max_prefill, CHUNK_BYTES // lane.log.read(at, at + 1).nbytes))
+        stop = min(end, lane.log.end, at + most)
+        return lane.tree.committed[at:stop], lane.log.read(at, stop)

@@ -1,0 +1,158 @@
+"""KV on its way between two servers, ordered by the session's client: out of a session, and into a prepared one."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+from hivemind.utils.logging import get_logger
+
+from bloombee_spec.kv.buffer import move_columns
+from bloombee_spec.kv.chunk_stream import Received, SpanReceiver, TransferRefused, cut
+from bloombee_spec.kv.chunks import Depth, chunk_tokens, encode_chunk
+from bloombee_spec.kv.levels import EXACT_LEVELS, Level
+from bloombee_spec.kv.span import SpanShape, export_columns
+from bloombee_spec.server.replay import MAX_QUEUED, STUCK_S, send_rows
+from bloombee_spec.server.session import StageSession
+from bloombee_spec.wire.activations import CodecError
+from bloombee_spec.wire.frames import MAX_FRAME_BYTES, FrameError
+from bloombee_spec.wire.ledger import DATA
+from bloombee_spec.wire.moving import Export, Import
+from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame_bytes
+
+logger = get_logger(__name__)
+
+KV = "kv"  # role of a stream
+LANE = struct.Struct("<H")
+CHUNK_TIMEOUT = 60.0
+MAX_TRANSFERS = 64  # of one session, waiting or under way
+
+OnBuffer = Callable[[StageSession, int, Callable[[torch.Tensor], Any]], Awaitable[Any]]
+Dial = Callable[[StageSession, Export, str], Awaitable[Outbox]]
+
+
+class Transfers:
+    """Of one server. Event loop only; buffers are touched by the runtime thread.
+
+    :param on_buffer: runs a function of a lane's KV buffer between two forwards
+    :param dial: opens a stream to the prepared session that an export names
+    """
+
+    def __init__(self, first_block: int, model_blocks: int, vocab: int, on_buffer: OnBuffer, dial: Dial):
+        self._first_block, self._model_blocks, self._vocab = first_block, model_blocks, vocab
+        self._on_buffer, self._dial = on_buffer, dial
+        self._expected: dict[tuple[bytes, int], dict[int, tuple[Import, SpanReceiver]]] = {}
+        self._tasks: dict[asyncio.Task[None], StageSession] = {}
+
+    def ended(self, session: StageSession) -> None:
+        """Nothing more goes to it or comes from it."""
+        self._expected.pop(session.key, None)
+
+    # ---------------------------------------------------------------- out
+
+    def export(self, session: StageSession, order: Export) -> None:
+        """Start it; it ends by itself.
+
+        :raises FrameError: what is ordered is not here
+        """
+        lanes = session.lanes
+        if order.lane >= len(lanes):
+            raise FrameError(f"lane {order.lane} of a session with {len(lanes)}")
+        lane = lanes[order.lane]
+        with session.lock:
+            first, end = (0, lane.filled) if order.kind == "kv" else (lane.filled, lane.filled)
+            if order.kind == "rows" and lane.log is not None:
+                first, end = lane.log.first, min(lane.log.end, lane.filled)
+        if not first <= order.start < order.end <= end:
+            raise FrameError(f"{order.kind} of {order.start} to {order.end} are ordered, {first} to {end} are here")
+        if sum(other is session for other in self._tasks.values()) >= MAX_TRANSFERS:
+            raise FrameError(f"{MAX_TRANSFERS} transfers of this session are under way")
+        task = asyncio.ensure_future(self._export(session, order))
+        self._tasks[task] = session
+        task.add_done_callback(self._tasks.pop)
+
+    async def _export(self, session: StageSession, order: Export) -> None:
+        try:
+            box = await self._dial(session, order, DATA if order.kind == "rows" else KV)
+        except Exception as e:
+            logger.info(f"Cannot reach {order.peer} for a transfer: {e!r}")
+            return
+        try:
+            if order.kind == "rows":
+                await send_rows(session, order.lane, order.start, order.end, box)
+            else:
+                await self._send_kv(session, order, box)
+            await box.room(0, STUCK_S)
+        except (StreamClosed, CodecError, ValueError) as e:
+            logger.info(f"A transfer to {order.peer} ended early: {e}")
+        finally:
+            await box.aclose(STUCK_S)
+
+    async def _send_kv(self, session: StageSession, order: Export, box: Outbox) -> None:
+        lane, loop = session.lanes[order.lane], asyncio.get_running_loop()
+        arena, depth = session.open.arena, Depth(session.open.start, self._model_blocks)
+        shape = await self._on_buffer(session, order.lane, SpanShape.of)
+        for start, end in cut(order.start, order.end, chunk_tokens(shape, MAX_FRAME_BYTES // 2)):
+
+            def copy(buffer: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
+                with session.lock:
+                    moves = lane.take_moves()
+                move_columns(buffer, moves)
+                return export_columns(buffer, arena, start, end)
+
+            kv = await self._on_buffer(session, order.lane, copy)
+            data = await loop.run_in_executor(None, encode_chunk, kv, start, Level(order.level), depth, order.key)
+            await box.room(MAX_QUEUED, STUCK_S)
+            box.put_bytes(LANE.pack(order.lane) + data)
+
+    # ---------------------------------------------------------------- in
+
+    async def expect(self, session: StageSession, order: Import) -> None:
+        """:raises FrameError: the session is not a prepared one, or holds another number of tokens"""
+        if not session.open.prepared or session.open.donor is None or order.lane >= len(session.lanes):
+            raise FrameError("KV comes to the lanes of prepared sessions only")
+        lane, limit = session.lanes[order.lane], order.start + len(order.tokens)
+        if order.start != lane.filled or limit > lane.max_length or max(order.tokens, default=0) >= self._vocab:
+            raise FrameError(f"KV of {order.start} to {limit} is announced; {lane.filled} tokens are here")
+        shape = await self._on_buffer(session, order.lane, SpanShape.of)
+        levels = set(EXACT_LEVELS) | set(Level) if order.lossy else EXACT_LEVELS
+        receiver = SpanReceiver(
+            shape, order.key, start=order.start, limit=limit, levels=set(levels) - {Level.RECOMPUTE}
+        )
+        self._expected.setdefault(session.key, {})[order.lane] = order, receiver
+
+    async def receive(self, session: StageSession, reader: asyncio.StreamReader) -> None:
+        """Chunks of the donor until its stream ends; a lane's KV is written once all of it is here.
+
+        :raises TransferRefused: a chunk that is not what the client announced; nothing was written
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                data = memoryview(await read_frame_bytes(reader, CHUNK_TIMEOUT))
+            except StreamClosed:
+                return
+            (lane,) = LANE.unpack_from(data) if len(data) > LANE.size else (-1,)
+            expected = self._expected.get(session.key, {})
+            if lane not in expected:
+                raise TransferRefused(f"KV for lane {lane}, which the client did not announce")
+            order, receiver = expected[lane]
+            await loop.run_in_executor(None, receiver.accept, data[LANE.size :])
+            if receiver.tokens == len(order.tokens):
+                del expected[lane]
+                await self._write(session, order, receiver.finish(receiver.limit))
+
+    async def _write(self, session: StageSession, order: Import, received: Received) -> None:
+        lane = session.lanes[order.lane]
+
+        def write(buffer: torch.Tensor) -> None:
+            with session.lock:
+                if lane.filled != order.start or session.dead:
+                    return
+                received.write(buffer, session.open.arena)
+                lane.fill(order.start, order.tokens)
+
+        await self._on_buffer(session, order.lane, write)
