@@ -10,6 +10,8 @@ faults hit the host's own `generate`.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import random
 import signal
 import sys
@@ -23,7 +25,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import torch
+from hivemind.p2p import PeerID
+from hivemind.proto import runtime_pb2
 
 from benchmarks.compare import SPEC_SERVER
 from benchmarks.report import write
@@ -33,9 +38,11 @@ from benchmarks.toy_models import make_toy_llama
 from benchmarks.wan import LinkShape
 from bloombee_spec import AutoDistributedSpecModelForCausalLM, SpecConfig
 from bloombee_spec.hosts.base import host_package
+from bloombee_spec.server.service import SpecService
 
 BLOCKS = 8
 LIMIT_S = 90.0  # for a generation with a fault
+PARKED_S = 35.0  # until servers have given up what nobody came back for
 JUMP_S = 0.4  # one-way delay after a delay jump
 
 
@@ -46,7 +53,7 @@ class Faults:
         self._swarm, self._shape = swarm, swarm._links[0] or LinkShape()
         self.kinds: dict[str, Callable[[int], None]] = {
             "kill -9": self._kill, "freeze": self._freeze, "terminate": self._terminate, "cut": self._cut,
-            "silent cut": self._silent_cut, "delay jump": self._jump,
+            "silent cut": self._silent_cut, "delay jump": self._jump, "leave": self._leave,
         }  # fmt: skip
 
     def repair(self, kind: str, index: int) -> None:
@@ -69,6 +76,10 @@ class Faults:
 
     def _terminate(self, index: int) -> None:
         self._swarm.kill(index, signal.SIGTERM)
+
+    def _leave(self, index: int) -> None:
+        """What an operator does: SIGTERM to the server's own process, which then says goodbye."""
+        os.kill(self._swarm.servers[index].process.pid, signal.SIGTERM)
 
     def _cut(self, index: int) -> None:
         assert self._swarm.relays is not None
@@ -181,6 +192,22 @@ def on_route(swarm: LocalSwarm, model: Any, rng: random.Random) -> int:
     return rng.choice([i for i, server in enumerate(swarm.servers) if server.peer_id in peers])
 
 
+def cache_in_use(model: Any) -> list[int]:
+    """Bytes of KV cache that servers have given out, by server."""
+    host = model._spec_host
+    p2p, peers = host.p2p(model), list(host.servers(model))
+
+    async def ask(peer: str) -> int:
+        reply = await SpecService.get_stub(p2p, PeerID.from_base58(peer)).rpc_spec_info(runtime_pb2.ExpertUID())
+        info = msgpack.unpackb(reply.serialized_info)
+        return int(info["cache_bytes"] - info["cache_bytes_left"])
+
+    async def ask_all() -> list[int]:
+        return list(await asyncio.gather(*map(ask, peers)))
+
+    return list(host.run(ask_all(), 30))
+
+
 def summary(outcomes: Sequence[Outcome]) -> str:
     lines = [f"{'method':8} {'fault':12} {'same text':>9} {'p50 stall':>10} {'p95 stall':>10}  errors"]
     for method in dict.fromkeys(o.method for o in outcomes):
@@ -233,7 +260,7 @@ def main() -> int:
                 for i in range(args.generations):
                     job = jobs[i % len(jobs)]
                     kind = list(faults.kinds)[i % len(faults.kinds)]
-                    at = rng.randint(1, args.new_tokens - 2)
+                    at = rng.randint(0, args.new_tokens - 2)  # 0: before the prompt is through
                     if method == "host":
                         model = host_client(swarm)  # a client of the host may hang for good
                     victim = rng.randrange(len(spans)) if args.anywhere else on_route(swarm, model, rng)
@@ -249,11 +276,14 @@ def main() -> int:
                     if hit.is_set():
                         faults.repair(kind, victim)
                 if method == "plugin":
+                    time.sleep(PARKED_S)
+                    used = cache_in_use(model)
                     model.close()
     print(summary(outcomes))
-    path = write(args.name, {"settings": vars(args), "outcomes": [asdict(o) for o in outcomes]})
+    print(f"KV cache in use afterwards, bytes by server: {used}")
+    path = write(args.name, {"settings": vars(args), "outcomes": [asdict(o) for o in outcomes], "cache_in_use": used})
     print(f"\n{path}")
-    return 0 if all(o.identical for o in outcomes if o.method == "plugin") else 1
+    return 0 if all(o.identical for o in outcomes if o.method == "plugin") and not any(used) else 1
 
 
 if __name__ == "__main__":

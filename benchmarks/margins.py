@@ -91,7 +91,8 @@ def main() -> int:
             for prompt in chosen_prompts(end)[first:]:
                 ids = prompt.encode(tokenizer)
                 inputs = torch.tensor([ids])
-                out = reference.generate(inputs, attention_mask=torch.ones_like(inputs), **options)
+                options["attention_mask"] = torch.ones_like(inputs)
+                out = reference.generate(inputs, **options)
                 got = model.generate(inputs, **options)
                 texts = [text[0, len(ids) :].tolist() for text in (out, got)]
                 lines[prompt.name] = compare(reference, exact, prompt.name, ids, *texts)

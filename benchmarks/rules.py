@@ -108,9 +108,10 @@ def measure(model: Any, way: Way, drafter: TreeModel, jobs: Sequence[list[int]],
     model.attach(model._spec_host, config)
     texts, total = [], None
     for ids in jobs:
+        inputs = torch.tensor([ids])
         out = model.generate(
-            torch.tensor([ids]), max_new_tokens=args.new_tokens, do_sample=True, temperature=temperature,
-            top_k=args.top_k, eos_token_id=None,
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=args.new_tokens, do_sample=True,
+            temperature=temperature, top_k=args.top_k,
         )  # fmt: skip
         texts.append(out[0, len(ids) :].tolist())
         stats = model.last_stats

@@ -97,7 +97,11 @@ def main() -> int:
                 model.attach(model._spec_host, SpecConfig(strict=True, seed=seed, **changes))
                 ids = torch.tensor([prompt(seed)])
                 out = model.generate(
-                    ids, max_new_tokens=args.new_tokens, do_sample=True, **OPTIONS[seed % len(OPTIONS)]
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=args.new_tokens,
+                    do_sample=True,
+                    **OPTIONS[seed % len(OPTIONS)],
                 )
                 hits[name] += model.last_stats.hits
                 text: list[int] = out[0, ids.shape[1] :].tolist()

@@ -8,6 +8,7 @@ from typing import Any
 MODES = ("auto", "ring", "relay", "off")
 LOSSY = ("never", "slow-links")
 PLANS = ("auto", "stream", "tree", "none")
+MOVING = ("auto", "rows", "kv", "none")
 RULES = ("keyed", "leviathan", "block", "specinfer", "picospec")
 
 
@@ -62,6 +63,12 @@ class SpecConfig:
     lossy: str = "never"
     """With `codec="auto"`: `slow-links` lets links that earlier sessions measured below 20 Mbit/s carry `int8`. The
     text is then that of plain decoding with the same codecs (`last_stats.codecs`), not quite the swarm's own."""
+    resume: bool = True
+    """After a failure go on with what the other stages hold, and let a new one get its rows from its neighbour.
+    Otherwise everything is computed again."""
+    moving: str = "auto"
+    """What another server is prepared with when one announces to leave: `rows` of the stage before it, its `kv`,
+    `auto` whichever is there sooner, or `none`."""
     connect_timeout: float = 20.0
     """Seconds to open a session at all stages."""
     stall_timeout: float = 60.0
@@ -74,6 +81,8 @@ class SpecConfig:
             raise ValueError(f"mode is {self.mode!r}, expected one of {', '.join(MODES)}")
         if self.lossy not in LOSSY:
             raise ValueError(f"lossy is {self.lossy!r}, expected one of {', '.join(LOSSY)}")
+        if self.moving not in MOVING:
+            raise ValueError(f"moving is {self.moving!r}, expected one of {', '.join(MOVING)}")
         if self.plan not in PLANS:
             raise ValueError(f"plan is {self.plan!r}, expected one of {', '.join(PLANS)}")
         if self.rule not in RULES:

@@ -14,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from host_helpers import PACKAGE, VERSION
+from host_helpers import BLOOMBEE_MAIN, PACKAGE, VERSION
 from hypothesis import settings
 from swarm_helpers import SPANS, VOCAB, load_local
 
@@ -55,6 +55,8 @@ def toy_local(toy_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def swarm(toy_path: Path) -> Iterator[Any]:
+    if BLOOMBEE_MAIN:
+        pytest.skip(f"{PACKAGE} {VERSION} serves no Llama on a CPU; tests/test_bloombee_main.py is for it")
     from benchmarks.inprocess_swarm import InProcessSwarm
     from bloombee_spec.hosts.base import load_host
     from bloombee_spec.server.config import SpecServerConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from swarm_helpers import PLAIN, VOCAB, Knowing, decode, prompts, reference, res
 from transformers import AutoModelForCausalLM
 
 from benchmarks.inprocess_swarm import InProcessSwarm
+from benchmarks.swarm import LocalSwarm, ServerSpec
 from benchmarks.toy_models import initialise, make_toy_falcon
 from bloombee_spec import SpecConfig
 from bloombee_spec.draft.scripted import Script
@@ -48,8 +50,12 @@ def make_toy_qwen3(path: Path, **options: Any) -> Path:
 
 SERVED: dict[str, Callable[[Path], Path]] = {
     "qwen3": make_toy_qwen3,
-    "falcon": lambda path: make_toy_falcon(path, num_layers=BLOCKS),
+    "falcon": lambda path: make_toy_falcon(path, num_layers=BLOCKS, new_decoder_architecture=False),
+    "falcon-grouped": lambda path: make_toy_falcon(path, num_layers=BLOCKS),
 }
+BY_THE_HOST = ("qwen3", "falcon")  # its own Falcon block cannot read grouped KV heads back from its cache
+RUN_SERVER = (sys.executable, "-m", "bloombee.cli.run_server")
+SERVE = (sys.executable, "-m", "bloombee_spec.cli.main", "serve")
 
 
 class Families:
@@ -111,7 +117,7 @@ def test_the_same_tokens_as_transformers(families: Families, name: str) -> None:
         assert model.last_stats.hits > 0 and model.last_stats.misses > 0
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", BY_THE_HOST)
 def test_a_stock_client_and_a_plugin_client_decode_at_once(families: Families, name: str) -> None:
     """Batch 1, the only one that this host serves exactly."""
     texts = expected_of(families, name, seed=41)
@@ -135,7 +141,7 @@ def test_a_stock_client_and_a_plugin_client_decode_at_once(families: Families, n
     assert through_ring == [target for _, target in texts] * 3
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", BY_THE_HOST)
 def test_speculation_through_the_hosts_own_sessions(families: Families, name: str) -> None:
     """As on servers without the plugin: the open session goes back after each miss."""
     texts = expected_of(families, name, seed=42)
@@ -146,6 +152,22 @@ def test_speculation_through_the_hosts_own_sessions(families: Families, name: st
             assert decode(model, ids, NEW) == target
             stats = model.last_stats
             assert stats.mode == "relay" and stats.hits > 0 and stats.misses > 0 and stats.laps < NEW
+
+
+def test_servers_started_by_both_commands(families: Families, tmp_path: Path) -> None:
+    kinds = [
+        ServerSpec(0, 1, command=SERVE),
+        ServerSpec(1, BLOCKS, command=RUN_SERVER, extra_args=("--spec", "--spec-heads", "lm_head")),
+    ]
+    texts = expected_of(families, "qwen3", seed=46)
+    with (
+        LocalSwarm(families.paths["qwen3"], kinds, work_dir=tmp_path) as swarm,
+        connect(swarm.model, swarm.initial_peers, swarm.dht_prefix, PLAIN) as model,
+    ):
+        respec(model, speculate=True, drafter="suffix")
+        for ids, target in texts:
+            assert decode(model, ids, NEW) == target
+        assert [line.split()[1] for line in model.last_stats.route] == [one.peer_id for one in swarm.servers]
 
 
 def test_several_generate_calls_of_a_stock_client_in_one_session(families: Families) -> None:
@@ -177,6 +199,7 @@ def test_kv_is_counted_by_the_host_and_given_back(families: Families) -> None:
             assert free - stage.info()["cache_bytes_left"] == columns * per_token
             (tensor,) = cache._tensors.values()
             assert tensor.shape[3] == columns and tensor.dtype == torch.float32
+            assert not tensor[:, :, :, session.open.arena + len(ids) + 4 :].any(), "unused columns must not be NaN"
         for _ in range(100):
             if not cache._tensors and stage.info()["cache_bytes_left"] == free:
                 break

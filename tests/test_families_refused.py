@@ -6,12 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from family_helpers import bloom_case, falcon_case, mixtral_case
 from torch import nn
 
 from bloombee_spec.server.families.base import UnsupportedModel
 from bloombee_spec.server.families.llama import LlamaFamily
 from bloombee_spec.server.families.registry import FAMILIES, family_for
+from bloombee_spec.server.families.rotary import inverse_frequencies
 
 
 def config(model_type: str, **options: Any) -> Any:
@@ -40,6 +42,12 @@ def test_a_config_is_refused_with_the_reason(refused: Any, reason: str) -> None:
 
 def test_no_sliding_window_is_served() -> None:
     assert family_for(config("mixtral", sliding_window=None)).name == "mixtral"
+
+
+def test_rope_parameters_of_transformers_5_are_read_and_are_no_scaling() -> None:
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    family = family_for(config("falcon", rope_scaling=rope, rope_parameters=rope))
+    assert torch.equal(family._frequencies, inverse_frequencies(500.0, family.head_dim))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("make", [bloom_case, mixtral_case, lambda: falcon_case(multi_query=False)])

@@ -104,6 +104,18 @@ def test_rows_of_a_batch_and_turns_of_a_session(model: Any, toy_local: Any, draf
         assert more[0, 2:].tolist() == reference(toy_local, [*first[0].tolist(), 7, 8], 5)
 
 
+@EVERY_RULE
+def test_a_ring_that_broke_goes_on_with_the_same_text(model: Any, draft_model: Any, name: str) -> None:
+    (ids,) = prompts(1, VOCAB, seed=75)
+    use(model, name, draft_model)
+    expected = decode(model, ids, NEW, **WARM)
+    rows = model.stream_rows(torch.tensor([ids]), max_new_tokens=NEW, **WARM)
+    got = list(next(rows)[1])
+    rows._active._decoder.ring.events.put(RingError("told to break"))
+    got += [token for _, tokens in rows for token in tokens]
+    assert got == expected and model.last_stats.retries == 1
+
+
 def test_what_goes_where(model: Any, draft_model: Any) -> None:
     """Whole rows of q go up with `block`, one row of p comes down with `leviathan`, and only after a rejection."""
     (ids,) = prompts(1, VOCAB, seed=71)

@@ -59,6 +59,26 @@ def _is_closed(end: socket.socket) -> bool:
         return True
 
 
+def test_each_connection_is_counted_by_its_caller() -> None:
+    with _relayed(LinkShape()) as (relays, server):
+        ends = [_connect(relays, server) for _ in range(2)]
+        for i, (client, accepted) in enumerate(ends, 1):
+            client.sendall(b"x" * 100 * i)
+            _receive(accepted, 100 * i)
+            accepted.sendall(b"y" * 10 * i)
+            _receive(client, 10 * i)
+        ports = [client.getsockname()[1] for client, _ in ends]
+        for client, accepted in ends:
+            client.close()
+            accepted.close()
+        found = relays.connection_counts(0)
+        assert [(c.caller_port, c.to_server, c.from_server) for c in found] == [
+            (ports[0], 100, 10),
+            (ports[1], 200, 20),
+        ]
+        assert (relays.counts(0).to_server, relays.counts(0).from_server) == (300, 30)
+
+
 @pytest.mark.parametrize("in_process", [True, False])
 def test_message_is_delayed_in_each_direction_and_counted(in_process: bool):
     with _relayed(LinkShape(delay_s=0.06), LinkShape(delay_s=0.03), in_process) as (relays, server):

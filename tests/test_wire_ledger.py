@@ -98,7 +98,7 @@ def test_what_no_ledger_sends_is_refused(numbers: tuple[int, ...]) -> None:
 
 @pytest.mark.swarm
 def test_every_frame_is_counted_at_both_ends(swarm: Any) -> None:
-    """Red when an outbox, or a reader of the client, of neighbours or of greetings, forgets to count."""
+    """Between any two parties what one sent is what the other received, kind by kind."""
     ids = torch.tensor([prompts(1, VOCAB)[0]])
     with client(swarm, SUFFIX, ROUTES[4]) as model:
         for codec in ("raw", "lossless"):

@@ -110,6 +110,7 @@ class RingDecoder:
                 stream.tally.commit_bytes_down += len(encode(commit))
                 self._supply(stream)
                 self.first_token_at = self.first_token_at or time.perf_counter()
+                self.ring.prefilled = True
                 yield commit.lane, tokens
 
     def stop(self, lane: int, length: int) -> None:
@@ -123,13 +124,26 @@ class RingDecoder:
 
     def kept(self) -> Kept:
         """What the stages hold of the streams' texts."""
-        return self.ring.kept([tuple(stream.tree.committed) for stream in self.streams])
+        return self.ring.kept(self.texts())
+
+    def texts(self) -> list[tuple[int, ...]]:
+        """By lane, the committed tokens."""
+        return [tuple(stream.tree.committed) for stream in self.streams]
 
     def close(self, timeout: float = CLOSE_TIMEOUT, keep: bool = False) -> list[Statistics | None]:
         """End the ring's session within `timeout` seconds; never raises. Returns what the stages counted.
 
         :param keep: as for `Ring.close`
         """
+        self._end()
+        return self.ring.close(timeout, keep)
+
+    def abandon(self, keep: bool) -> None:
+        """As `close`, without waiting for anybody."""
+        self._end()
+        self.ring.abandon(keep)
+
+    def _end(self) -> None:
         if self._drafting is not None:
             self._drafting.close()
         for stream in self.streams:
@@ -137,7 +151,6 @@ class RingDecoder:
                 stream.drafter.close()
         if self.ring.meter is not None:
             remember(self.ring.meter)
-        return self.ring.close(timeout, keep)
 
     def _begin(self, stream: Stream, request: StreamRequest) -> None:
         with stream.lock:  # until the prefix is on its way, so that no candidate overtakes it

@@ -12,6 +12,8 @@ from hivemind.proto import runtime_pb2
 from bloombee_spec.server.service import SpecService
 from bloombee_spec.wire.frames import PROTOCOL_VERSION
 
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True)
 class StageInfo:
@@ -32,6 +34,12 @@ class StageInfo:
     max_arena: int
     max_prefill: int
     row_seconds: dict[int, float]
+    kv_bytes: int = 0  # of one token in one block
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one activation row."""
+        return self.hidden * BYTES.get(self.dtype, 4)
 
 
 async def fetch_info(p2p: Any, peer: str, timeout: float) -> StageInfo | None:
@@ -51,6 +59,7 @@ async def fetch_info(p2p: Any, peer: str, timeout: float) -> StageInfo | None:
             codecs=tuple(map(str, info["codecs"])), adapters=tuple(map(str, info["adapters"])),
             max_length=int(info["max_length"]), max_lanes=int(info["max_lanes"]), max_arena=int(info["max_arena"]),
             max_prefill=int(info["max_prefill"]),
+            kv_bytes=int(info["kv_bytes"]),
             row_seconds={int(rows): float(seconds) for rows, seconds in info["row_seconds"].items()},
         )  # fmt: skip
     except Exception:

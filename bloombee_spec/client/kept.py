@@ -7,7 +7,7 @@ computed again from the token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from bloombee_spec.hosts.base import Span
 from bloombee_spec.wire.messages import Opened
@@ -26,7 +26,6 @@ class Kept:
     sources: dict[Span, Source]
     texts: list[tuple[int, ...]]
     arena: int
-    prepared: dict[Span, Source] = field(default_factory=dict)
 
     def drop(self, peer: str | None) -> None:
         """That server is to blame, or leaves: it will not be asked."""

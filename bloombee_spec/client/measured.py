@@ -25,7 +25,6 @@ FRAME_BYTES, RESTART_FRAME_BYTES, HOP_FRAME_BYTES = 43.0, 40.0, 52.0
 FLOOR, CEILING = 0.01, 0.5  # of the chance that a candidate needs
 WEIGHT = 0.2  # of a new lap in the running estimate
 CHANGE, SIZE_CHANGE = 0.1, 0.01  # relative change of a lap or a row's cost, or of its bytes, that makes a new route
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class RouteMeter:
             for span, info in zip(spans, infos)
         ]
         self._embeds, self._verifies = embeds, verifies
-        self._row_bytes = float(infos[0].hidden * BYTES.get(infos[0].dtype, 4))
+        self._row_bytes = float(infos[0].row_bytes)
         self._first_rtt_s: float | None = None
         self._lap_s: float | None = None
         self._route: Route | None = None
@@ -120,6 +119,11 @@ class RouteMeter:
         with self._lock:
             self._news = True
             self._stages[index].row_bytes = nbytes
+
+    def bandwidth_into(self, index: int) -> float:
+        """Of the link from the stage before, bit/s; assumed while nobody measured it."""
+        with self._lock:
+            return self._stages[index].bandwidth_bps or ASSUMED_BANDWIDTH
 
     def observe_lap(self, seconds: float) -> None:
         """A lap that nothing shortened: from one miss to the next commit, without candidates between."""

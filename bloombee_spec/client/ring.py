@@ -6,7 +6,7 @@ import asyncio
 import queue
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,13 @@ from bloombee_spec.hosts.base import Host, Span
 from bloombee_spec.server.holding import digest
 from bloombee_spec.wire.frames import CommitFrame, ControlFrame, Frame, FrameError, RewindFrame, encode
 from bloombee_spec.wire.ledger import CLIENT, Ledger
+from bloombee_spec.wire.message import Message
 from bloombee_spec.wire.messages import SESSION_BYTES, Close, Link, Open
+from bloombee_spec.wire.moving import Leaving
 from bloombee_spec.wire.steering import Failure, Ping, Report, Rule, Statistics, UseCodec
 from bloombee_spec.wire.streams import StreamClosed, read_frame
 
-CLOSE_TIMEOUT = 5.0
+CLOSE_TIMEOUT, ABANDON_TIMEOUT = 5.0, 2.0
 
 
 class Ring:
@@ -48,6 +50,10 @@ class Ring:
         self.session = secrets.token_bytes(SESSION_BYTES)
         self.plans: list[LanePlan] = []  # by lane, how the stages get at an earlier ring's text
         self.closed = False
+        self.prepared: list[StageLink] = []  # to servers that get ready to take a stage over
+        self._closing: list[asyncio.Future[None]] = []  # tasks need somebody who remembers them
+        self.prefilled = False  # the stages hold the prompt
+        self.on_leaving: Callable[[int, float], None] = lambda index, seconds: None
 
     @classmethod
     def open(
@@ -127,6 +133,10 @@ class Ring:
         if not self.direct_commits:
             told = range(len(self.spans) - self.verifies)
             self._send_bytes(encode(CommitFrame(frame.lane, frame.epoch, frame.position, frame.tokens)), told)
+
+    def control(self, message: Message, stage: int) -> None:
+        """Event loop only."""
+        self._put(encode(ControlFrame(message.to_wire())), (stage,))
 
     def rewind(self, lane: int, epoch: int, position: int) -> None:
         self.broadcast(RewindFrame(lane, epoch, position))
@@ -217,6 +227,8 @@ class Ring:
                 elif frame.message.get("kind") == "Report":
                     self.meter.reported(index, Report.from_wire(frame.message))
                     self._choose_codec(index)
+                elif frame.message.get("kind") == "Leaving":
+                    self.on_leaving(index, Leaving.from_wire(frame.message).seconds)
                 elif frame.message.get("kind") == "Statistics":
                     stage.statistics = Statistics.from_wire(frame.message)
                     return
@@ -257,8 +269,16 @@ class Ring:
                 pass
         return [stage.statistics for stage in self._stages]
 
+    def abandon(self, keep: bool) -> None:
+        """As `close`, without waiting for anybody."""
+        self.closed = True
+        if self._loop is not None and self._stages:
+            self._loop.call_soon_threadsafe(
+                lambda: self._closing.append(asyncio.ensure_future(self._close(ABANDON_TIMEOUT, keep)))
+            )
+
     async def _close(self, timeout: float, keep: bool) -> None:
-        for stage in self._stages:
+        for stage in (*self._stages, *self.prepared):
             try:
                 stage.box.put(ControlFrame(Close(keep).to_wire()))
             except StreamClosed:
@@ -268,7 +288,7 @@ class Ring:
             await asyncio.wait(tasks, timeout=timeout)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*[stage.box.aclose(0.5) for stage in self._stages])
+        await asyncio.gather(*[stage.box.aclose(0.5) for stage in (*self._stages, *self.prepared)])
 
 
 def _plans(stages: Sequence[StageLink], lengths: Sequence[int], texts: Sequence[Sequence[int]]) -> list[LanePlan]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hivemind.utils.logging import get_logger
@@ -12,6 +12,7 @@ from hivemind.utils.logging import get_logger
 from bloombee_spec.client.codecs import agree
 from bloombee_spec.client.info import StageInfo, fetch_info
 from bloombee_spec.client.kept import Kept
+from bloombee_spec.client.moving import Mover, leaving
 from bloombee_spec.client.peers import recall
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.config import SpecConfig
@@ -62,7 +63,7 @@ def open_ring(
     infos = {
         peer: info
         for peer, info in plugin_servers(host, model).items()
-        if info.max_lanes >= lanes and info.max_length >= max_length
+        if info.max_lanes >= lanes and info.max_length >= max_length and peer not in leaving(model)
         and (config.codec == "auto" or config.codec in info.codecs)
         and (adapter is None or adapter in info.adapters)
     }  # fmt: skip
@@ -91,6 +92,17 @@ def open_ring(
     )  # fmt: skip
     recall(ring.meter)
     return ring
+
+
+def watch_leaving(
+    host: Host, model: Any, config: SpecConfig, ring: Ring, texts: Callable[[], list[tuple[int, ...]]], max_length: int
+) -> None:
+    """When a server of the ring announces that it leaves, prepare another one and move there."""
+    mover = Mover(
+        host, model, ring, lambda: plugin_servers(host, model), texts, max_length,
+        getattr(model.config, "active_adapter", None), config.moving,
+    )  # fmt: skip
+    ring.on_leaving = mover.leaves
 
 
 def _route(host: Host, model: Any, infos: Mapping[str, StageInfo], cache_tokens: int, kept: Kept | None) -> list[Span]:

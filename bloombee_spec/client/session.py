@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,8 +20,8 @@ from bloombee_spec.client.kept import Kept
 from bloombee_spec.client.relay import RelayDecoder
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.round_decoder import RoundDecoder
-from bloombee_spec.client.routing import NoPluginRoute, open_ring
-from bloombee_spec.client.stage_link import RingError
+from bloombee_spec.client.routing import NoPluginRoute, open_ring, watch_leaving
+from bloombee_spec.client.stage_link import RingError, RingMoved
 from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
@@ -98,6 +99,14 @@ class SpecSession:
                 for span in self._ring.spans if self._ring is not None else ():
                     self._host.on_success(self._model, span.peer)
                 return
+            except RingMoved as e:
+                self._lost = self.tallies or [Tally()]
+                self._lost[0].moves += 1
+                self._drop_ring(keep=True)
+                if self._kept is not None:
+                    self._kept.drop(e.peer)
+                    self._kept.sources |= e.sources
+                logger.info(f"{e}: the ring goes on over another server")
             except RingError as e:
                 self._host.on_failure(self._model, e.peer)
                 if e.peer is not None:
@@ -110,7 +119,9 @@ class SpecSession:
                     self._kept.drop(e.peer)
                 if retries > self._config.max_retries or not e.retriable:
                     raise
-                delay = min(0.1 * 2**retries, 5.0)
+                # At once where a server is to blame, who is avoided from now on; else ever later, not all at a time.
+                again = retries > 1 or e.peer is None
+                delay = random.uniform(0.5, 1.0) * min(0.2 * 2**retries, 5.0) if again else 0.0
                 logger.warning(f"Ring broke ({e}); retry {retries} from the last committed token in {delay:.1f} s")
                 time.sleep(delay)
 
@@ -155,7 +166,11 @@ class SpecSession:
                 ring = open_ring(self._host, self._model, config, **sizes, kept=self._kept, texts=texts)
                 if config.rule != "keyed":
                     return RoundDecoder(self._host, self._model, ring, config, lanes=lanes, new_drafter=drafters)
-                return RingDecoder(self._host, self._model, ring, config, **sizes, new_drafter=drafters, texts=texts)
+                decoder = RingDecoder(
+                    self._host, self._model, ring, config, **sizes, new_drafter=drafters, texts=texts
+                )
+                watch_leaving(self._host, self._model, config, ring, decoder.texts, self._max_length)
+                return decoder
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
                 banned = time.monotonic() - self._model.__dict__.get("_spec_failed_at", -BAN_S) < BAN_S
                 if not last and (self._lost or (banned and isinstance(e, NoRoute))):  # bans end, servers come back
@@ -175,8 +190,8 @@ class SpecSession:
         """:param keep: another one is going to continue the text"""
         self._bytes_before = self.ring_bytes
         if isinstance(self._decoder, RingDecoder):
-            self._kept = self._decoder.kept() if keep else None
-            self._decoder.close(BROKEN_TIMEOUT, keep)
+            self._kept = self._decoder.kept() if keep and self._config.resume else None
+            self._decoder.abandon(keep)
         elif self._decoder is not None:
             self._decoder.close(BROKEN_TIMEOUT)
         self._decoder = None

@@ -28,6 +28,17 @@ class RingError(RuntimeError):
         self.peer, self.retriable = peer, retriable
 
 
+class RingMoved(RingError):
+    """A server leaves and the ring can go on elsewhere; nobody is to blame.
+
+    :param peer: who leaves; `sources` what another server was prepared with
+    """
+
+    def __init__(self, peer: str, sources: dict[Span, tuple[bytes, int]]):
+        super().__init__(f"{peer} leaves", peer)
+        self.sources = sources
+
+
 @dataclass(eq=False)
 class StageLink:
     """The client's stream to one stage, and what came of it."""

@@ -58,9 +58,9 @@ class TokenCache:
             for gone in [share for share in self._tensors if share.handle not in host._allocated_tensors]:
                 del self._tensors[gone]
             for share in shares:
-                if share not in self._tensors:
+                if share not in self._tensors:  # zeros: hidden columns get no weight, but no weight of NaN is NaN
                     wanted = share.descriptor
-                    self._tensors[share] = torch.empty(wanted.shape, dtype=wanted.dtype, device=wanted.device)
+                    self._tensors[share] = torch.zeros(wanted.shape, dtype=wanted.dtype, device=wanted.device)
             yield tuple(self._tensors[share] for share in shares)
 
 

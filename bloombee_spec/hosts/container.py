@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import random
+import signal
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -28,9 +31,9 @@ def make_server_class(
     host_container = host_server.ModuleContainer
     container = type("SpecModuleContainer", (mixin or StageContainer, host_container), {"spec_config": config})
     if hasattr(base, "container_class"):  # the host's files are patched with server-plugins
-        return type("SpecServer", (base,), {"container_class": container})
+        return type("SpecServer", (_PoliteRun, base), {"container_class": container})
     classes = {"container_class": container, "host_container": host_container}
-    return type("SpecServer", (_UnpatchedRun, base), classes)
+    return type("SpecServer", (_PoliteRun, _UnpatchedRun, base), classes)
 
 
 class StageContainer:
@@ -68,6 +71,7 @@ class StageContainer:
 
     def shutdown(self: Any) -> None:
         if self.spec is not None:
+            self.spec.leave()
             self.spec.shutdown()
         super().shutdown()  # type: ignore[misc]
 
@@ -96,6 +100,24 @@ class StageContainer:
             max_length=kwargs["inference_max_length"],
             hub={"token": args["token"], "revision": args["revision"], "cache_dir": args["cache_dir"]},
         )
+
+
+class _PoliteRun:
+    """SIGTERM ends the server as Ctrl-C does, so that it tells its clients and cleans up."""
+
+    def run(self: Any) -> None:
+        owner = os.getpid()
+
+        def on_sigterm(number: int, _: Any) -> None:
+            signal.signal(number, signal.SIG_DFL)
+            if os.getpid() != owner:  # a child that was forked with this handler
+                os.kill(os.getpid(), number)
+                return
+            raise KeyboardInterrupt
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_sigterm)
+        super().run()  # type: ignore[misc]
 
 
 class _UnpatchedRun:

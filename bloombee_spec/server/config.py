@@ -35,6 +35,8 @@ class SpecServerConfig:
     """Longest wait for KV cache memory, in seconds."""
     park_timeout: float = 30.0
     """Seconds for which the KV of a session that lost a neighbour is kept, so that the client can go on with it."""
+    leave_timeout: float = 20.0
+    """Longest time, in seconds, for which a server that is told to stop goes on serving, so that sessions can move."""
     log_mib: int = 256
     """Memory for output rows of committed tokens, in MiB: from them a new next stage rebuilds its KV."""
     log_disk_mib: int = 1024

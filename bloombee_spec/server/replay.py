@@ -41,8 +41,8 @@ def next_rows(session: StageSession, index: int, at: int, end: int) -> tuple[lis
     (the text was edited meanwhile: what is behind that will come by itself)."""
     lane = session.lanes[index]
     with session.lock:
-        if lane.log is None or not lane.log.first <= at < min(end, lane.log.end):
+        if lane.log is None or not lane.log.first <= at < min(end, lane.log.end, lane.tree.length):
             return None
         most = max(1, min(session.max_prefill, CHUNK_BYTES // lane.log.read(at, at + 1).nbytes))
-        stop = min(end, lane.log.end, at + most)
+        stop = min(end, lane.log.end, lane.tree.length, at + most)
         return lane.tree.committed[at:stop], lane.log.read(at, stop)

@@ -4,6 +4,7 @@ own handlers."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -35,11 +36,13 @@ from bloombee_spec.server.holding import Holding, NewLog, ParkingLot
 from bloombee_spec.server.service import SpecService
 from bloombee_spec.server.session import StageSession
 from bloombee_spec.server.stage import AdapterContext, Stage
+from bloombee_spec.server.transfers import Dial, Transfers
 from bloombee_spec.wire.activations import CodecError, CodecUnavailable, codec_names
-from bloombee_spec.wire.frames import PROTOCOL_VERSION, FrameError
+from bloombee_spec.wire.frames import PROTOCOL_VERSION, ControlFrame, FrameError
 from bloombee_spec.wire.link_codec import LinkCodec
 from bloombee_spec.wire.messages import Open
-from bloombee_spec.wire.streams import Outbox
+from bloombee_spec.wire.moving import Leaving
+from bloombee_spec.wire.streams import Outbox, StreamClosed
 
 logger = get_logger(__name__)
 
@@ -110,6 +113,7 @@ class StageServer:
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._opening: set[tuple[bytes, int]] = set()
+        self._leaving = False
         self._parking = ParkingLot(config.park_timeout, self._free_parked)
         self._log_budget = LogBudget(config.log_mib << 20, config.log_disk_mib << 20)
 
@@ -134,6 +138,24 @@ class StageServer:
 
     def is_alive(self) -> bool:
         return self._allocator.is_alive() and self._thread is not None and self._thread.is_alive()
+
+    def leave(self) -> None:
+        """Tell all clients that this server stops, and serve them until they have moved on, or for `leave_timeout`
+        seconds. Not for the event loop's thread."""
+        if self._loop is None or not self.is_alive():
+            return
+        deadline = time.monotonic() + self._config.leave_timeout
+        self._loop.call_soon_threadsafe(self._announce_leaving)
+        while self.stage.sessions and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _announce_leaving(self) -> None:
+        self._leaving = True
+        if self.stage.sessions:
+            logger.info(f"Leaving: {len(self.stage.sessions)} sessions may move on")
+        for session in list(self.stage.sessions.values()):
+            with contextlib.suppress(StreamClosed):
+                session.client_box.put(ControlFrame(Leaving(self._config.leave_timeout).to_wire()))
 
     def shutdown(self) -> None:
         if self._loop is not None and self._thread is not None:
@@ -167,12 +189,16 @@ class StageServer:
                 self._loop.run_until_complete(p2p.shutdown())
             self._loop.close()
 
+    def _new_transfers(self, dial: Dial) -> Transfers:
+        vocab, n_blocks = self._loaded.config.vocab_size, self._loaded.n_blocks
+        return Transfers(n_blocks, vocab, self.stage.on_buffer, dial)
+
     async def _attach(self) -> Any:
         # What dht.replicate_p2p() does, but never its cached replica: that one belongs to another thread's event loop.
         p2p = await P2P.replicate(self._dht.run_coroutine(DHT._get_p2p_daemon_listen_maddr))
         service = SpecService(
             info=self.info, open_session=self._open_session, retire=self._retire, wake=self.pool.wake,
-            compute=lambda: self.stage.compute, sessions=self.stage.sessions,
+            compute=lambda: self.stage.compute, sessions=self.stage.sessions, new_transfers=self._new_transfers,
             idle_timeout=self._config.idle_timeout, max_outbox=self._config.max_outbox,
         )  # fmt: skip
         await service.attach(p2p)
@@ -192,6 +218,7 @@ class StageServer:
             "lm_head": self._heads.verifies,
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "hidden": int(loaded.config.hidden_size),
+            "kv_bytes": 2 * self._family.kv_heads * self._family.head_dim * loaded.dtype.itemsize,
             "codecs": list(codec_names()),
             "adapters": list(loaded.adapters),
             "max_length": loaded.max_length,
@@ -202,10 +229,13 @@ class StageServer:
             "row_seconds": {str(int(rows)): seconds for rows, seconds in self.stage.compute.points},
             "sessions": len(self.stage.sessions),
             "parked": len(self._parking),
+            "cache_bytes": int(loaded.memory_cache.max_size_bytes),
             "cache_bytes_left": int(loaded.memory_cache.bytes_left),
         }
 
     async def _open_session(self, opened: Open, client: str, box: Outbox) -> StageSession:
+        if self._leaving:
+            raise FrameError("this server is leaving")
         opened = self._granted(opened)
         key = (opened.session, opened.stage)
         if key in self.stage.sessions or key in self._opening:
@@ -214,7 +244,7 @@ class StageServer:
             if opened.resume is None and self._parking.evict() is not None:
                 continue
             raise FrameError(f"server is busy: {self._config.max_sessions} sessions are open")
-        new_log = self._new_log(opened) if opened.next is not None else None
+        new_log = self._new_log(opened) if opened.next is not None or opened.prepared else None
         earlier = self._earlier(opened, client)
         if earlier is not None:
             holding = earlier.resumed(opened.resume_lengths, opened.embed, new_log)

@@ -24,9 +24,11 @@ from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.allocator import AllocationRefused
 from bloombee_spec.server.replay import replay
 from bloombee_spec.server.session import StageSession
+from bloombee_spec.server.transfers import KV, Dial, Transfers
 from bloombee_spec.wire.frames import ControlFrame, FrameError, decode
 from bloombee_spec.wire.ledger import CLIENT, CLIENT_END, COMMIT, DATA, Traffic
 from bloombee_spec.wire.messages import Close, Hello, Link, Linked, Open, Opened
+from bloombee_spec.wire.moving import Export, Import
 from bloombee_spec.wire.steering import Failure, Ping, Pong, Rule, UseCodec
 from bloombee_spec.wire.streams import (
     Outbox,
@@ -52,6 +54,7 @@ class SpecService(ServicerBase):
     :param open_session: coroutine function `(Open, client peer id, outbox) -> StageSession`; raises AllocationRefused
         or FrameError
     :param retire: called once when a session ended
+    :param new_transfers: makes the server's `Transfers`, given how it reaches other servers
     :param wake: asks the stage to look at its sessions; `compute` what its forwards take, as measured
     """
 
@@ -64,11 +67,12 @@ class SpecService(ServicerBase):
         wake: Callable[[], None],
         compute: Callable[[], ComputeProfile | None],
         sessions: dict[tuple[bytes, int], StageSession],
+        new_transfers: Callable[[Dial], Transfers],
         idle_timeout: float,
         max_outbox: int,
     ):
         self._info, self._open_session, self._retire, self._wake = info, open_session, retire, wake
-        self._compute = compute
+        self._compute, self._transfers = compute, new_transfers(self.dial_transfer)
         self._sessions, self._idle_timeout, self._max_outbox = sessions, idle_timeout, max_outbox
         self._linking: set[asyncio.Future[None]] = set()  # tasks need somebody who remembers them
         self._p2p: P2P | None = None
@@ -128,6 +132,7 @@ class SpecService(ServicerBase):
                 await asyncio.gather(reading, closing, return_exceptions=True)
         finally:
             if session is not None:
+                self._transfers.ended(session)
                 self._retire(session)
                 for link in session.outgoing.links:
                     await link.aclose(0.5)
@@ -144,25 +149,13 @@ class SpecService(ServicerBase):
                     session.accept(frame, CLIENT, len(data))
                     self._wake()
                     session.report(self._compute())
-                elif frame.message.get("kind") == "Rule":
-                    session.set_rule(Rule.from_wire(frame.message))
-                    self._wake()
-                elif frame.message.get("kind") == "UseCodec":
-                    session.use_codec(UseCodec.from_wire(frame.message).codec)
-                elif frame.message.get("kind") == "Link":
-                    link = Link.from_wire(frame.message)
-                    session.check_link(link)
-                    session.client_box.put(ControlFrame(Linked().to_wire()))  # at once: it times the round trip
-                    self._linking.add(linking := asyncio.ensure_future(self._link(session, link)))
-                    linking.add_done_callback(self._linking.discard)
-                elif frame.message.get("kind") == "Ping":
-                    Ping.from_wire(frame.message)
-                    session.client_box.put(ControlFrame(Pong().to_wire()))
-                else:
+                elif frame.message.get("kind") == "Close":
                     session.keep = session.keep or Close.from_wire(frame.message).keep
                     session.client_box.put(ControlFrame(session.statistics().to_wire()))
                     session.end()
                     return
+                else:
+                    await self._control(session, frame.message)
         except StreamClosed:
             session.end()
         except asyncio.TimeoutError:
@@ -172,6 +165,32 @@ class SpecService(ServicerBase):
         except Exception as e:
             logger.warning("Session failed", exc_info=True)
             session.fail(f"stage failed: {e!r}")
+
+    async def _control(self, session: StageSession, message: dict[str, Any]) -> None:
+        """:raises FrameError: an unknown message, or one that makes no sense here"""
+        kind = message.get("kind")
+        if kind == "Rule":
+            session.set_rule(Rule.from_wire(message))
+            self._wake()
+        elif kind == "UseCodec":
+            session.use_codec(UseCodec.from_wire(message).codec)
+        elif kind == "Link":
+            link = Link.from_wire(message)
+            session.check_link(link)
+            session.client_box.put(ControlFrame(Linked().to_wire()))  # at once: it times the round trip
+            self._linking.add(linking := asyncio.ensure_future(self._link(session, link)))
+            linking.add_done_callback(self._linking.discard)
+        elif kind == "Ping":
+            Ping.from_wire(message)
+            held = session.held()[0] if session.open.prepared else ()
+            session.client_box.put(ControlFrame(Pong(held).to_wire()))
+        elif kind == "Export":
+            try:
+                self._transfers.export(session, Export.from_wire(message))
+            except FrameError as e:  # the client sees that nothing arrives, and the session goes on
+                logger.info(f"A transfer is not possible: {e}")
+        else:
+            await self._transfers.expect(session, Import.from_wire(message))
 
     async def _link(self, session: StageSession, link: Link) -> None:
         """Open this stage's outgoing streams: activations to the next stage, commits to all listeners."""
@@ -192,6 +211,19 @@ class SpecService(ServicerBase):
                 except StreamClosed as e:
                     session.lost(opened.stage + 1, f"stage {opened.stage} cannot replay rows: {e}")
             session.outgoing.link(next_box, boxes)
+
+    async def dial_transfer(self, session: StageSession, order: Export, role: str) -> Outbox:
+        """A stream to the prepared session that an export names.
+
+        :raises Exception: it cannot be reached
+        """
+        assert self._p2p is not None
+        _, reader, writer = await asyncio.wait_for(
+            self._p2p.call_binary_stream_handler(PeerID.from_base58(order.peer), STREAM_PROTOCOL), HELLO_TIMEOUT
+        )
+        writer.write(framed(ControlFrame(Hello(order.session, order.stage, role).to_wire()), Traffic()))
+        await read_frame(reader, HELLO_TIMEOUT, Traffic())  # it expects us
+        return Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA)
 
     async def _dial(self, session: StageSession, peer: str, stage: int, role: str) -> Outbox | None:
         """None once the session failed, because that stage cannot be reached."""
@@ -214,15 +246,19 @@ class SpecService(ServicerBase):
         self, hello: Hello, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic
     ) -> None:
         session = self._sessions.get((hello.session, hello.stage))
-        expected = None if session is None else session.open.previous if hello.role == DATA else session.open.verifier
-        if session is None or expected != peer:
+        opened = None if session is None else session.open
+        announced = {} if opened is None else {DATA: opened.previous, COMMIT: opened.verifier, KV: opened.donor}
+        if session is None or announced[hello.role] != peer:
             raise FrameError(f"{peer} is not the announced sender of {hello.role} in this session")
         sender = session.open.stage - 1 if hello.role == DATA else session.open.stages - 1
         session.ledger.keep(hello.role, sender, traffic, outgoing=False)
         answered = session.ledger.of(hello.role, sender, outgoing=True)
         writer.write(framed(ControlFrame(Linked().to_wire()), answered))  # times the round trip
         closing = asyncio.ensure_future(session.closed.wait())
-        reading = asyncio.ensure_future(self._read_peer(session, hello.role, sender, reader))
+        if hello.role == KV:
+            reading = asyncio.ensure_future(self._transfers.receive(session, reader))
+        else:
+            reading = asyncio.ensure_future(self._read_peer(session, hello.role, sender, reader))
         try:
             await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -245,7 +281,8 @@ class SpecService(ServicerBase):
                 self._wake()
                 session.report(self._compute())
         except StreamClosed:
-            session.lost(sender, f"stage {session.open.stage} lost stage {sender}")
+            if not session.open.prepared:  # there, whoever sent rows has simply sent them all
+                session.lost(sender, f"stage {session.open.stage} lost stage {sender}")
         except FrameError as e:
             session.fail(f"stage {session.open.stage}: {e}")
 

@@ -41,8 +41,8 @@ class Transfers:
     :param dial: opens a stream to the prepared session that an export names
     """
 
-    def __init__(self, first_block: int, model_blocks: int, vocab: int, on_buffer: OnBuffer, dial: Dial):
-        self._first_block, self._model_blocks, self._vocab = first_block, model_blocks, vocab
+    def __init__(self, model_blocks: int, vocab: int, on_buffer: OnBuffer, dial: Dial):
+        self._model_blocks, self._vocab = model_blocks, vocab
         self._on_buffer, self._dial = on_buffer, dial
         self._expected: dict[tuple[bytes, int], dict[int, tuple[Import, SpanReceiver]]] = {}
         self._tasks: dict[asyncio.Task[None], StageSession] = {}
@@ -63,11 +63,11 @@ class Transfers:
             raise FrameError(f"lane {order.lane} of a session with {len(lanes)}")
         lane = lanes[order.lane]
         with session.lock:
-            first, end = (0, lane.filled) if order.kind == "kv" else (lane.filled, lane.filled)
-            if order.kind == "rows" and lane.log is not None:
+            first, end = (0, lane.filled) if order.what == "kv" else (lane.filled, lane.filled)
+            if order.what == "rows" and lane.log is not None:
                 first, end = lane.log.first, min(lane.log.end, lane.filled)
         if not first <= order.start < order.end <= end:
-            raise FrameError(f"{order.kind} of {order.start} to {order.end} are ordered, {first} to {end} are here")
+            raise FrameError(f"{order.what} of {order.start} to {order.end} are ordered, {first} to {end} are here")
         if sum(other is session for other in self._tasks.values()) >= MAX_TRANSFERS:
             raise FrameError(f"{MAX_TRANSFERS} transfers of this session are under way")
         task = asyncio.ensure_future(self._export(session, order))
@@ -76,12 +76,12 @@ class Transfers:
 
     async def _export(self, session: StageSession, order: Export) -> None:
         try:
-            box = await self._dial(session, order, DATA if order.kind == "rows" else KV)
+            box = await self._dial(session, order, DATA if order.what == "rows" else KV)
         except Exception as e:
             logger.info(f"Cannot reach {order.peer} for a transfer: {e!r}")
             return
         try:
-            if order.kind == "rows":
+            if order.what == "rows":
                 await send_rows(session, order.lane, order.start, order.end, box)
             else:
                 await self._send_kv(session, order, box)

@@ -9,7 +9,7 @@ from bloombee_spec.wire.frames import MAX_LANES, MAX_POSITION, MAX_TOKEN
 from bloombee_spec.wire.message import Message, in_range
 from bloombee_spec.wire.messages import MAX_NAME, MAX_STAGES, SESSION_BYTES
 
-KINDS = ("rows", "kv")
+WHAT = ("rows", "kv")
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Import(Message):
 class Export(Message):
     """Client to a stage: send what it holds of a lane, for the positions `start .. end-1`, to a prepared session.
 
-    :param kind: `rows`, its output rows, for the span behind it; `kv`, its KV, for the same span
+    :param what: `rows`, its output rows, for the span behind it; `kv`, its KV, for the same span
     :param peer: where that session is; `session`, `stage` its name there
     :param key: seals the chunks (`kv` only); `level` at which they are encoded, see `kv.levels`
     """
 
-    kind: str
+    what: str
     peer: str
     session: bytes
     stage: int
@@ -69,8 +69,8 @@ class Export(Message):
     level: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind is {self.kind[:20]!r}")
+        if self.what not in WHAT:
+            raise ValueError(f"what is {self.what[:20]!r}")
         in_range(
             peer=(len(self.peer), 1, MAX_NAME),
             session=(len(self.session), SESSION_BYTES, SESSION_BYTES),
@@ -78,6 +78,6 @@ class Export(Message):
             lane=(self.lane, 0, MAX_LANES - 1),
             start=(self.start, 0, MAX_POSITION),
             end=(self.end, self.start + 1, MAX_POSITION),
-            key=(len(self.key), KEY_BYTES if self.kind == "kv" else 0, KEY_BYTES if self.kind == "kv" else 0),
+            key=(len(self.key), KEY_BYTES if self.what == "kv" else 0, KEY_BYTES if self.what == "kv" else 0),
             level=(self.level, 0, 3),
         )
