@@ -14,8 +14,7 @@ import torch
 from bloombee_spec.client.codecs import LinkCodecs
 from bloombee_spec.client.decoder import RingDecoder
 from bloombee_spec.client.info import StageInfo
-from bloombee_spec.client.kept import Kept, LanePlan
-from bloombee_spec.client.ring import _plans
+from bloombee_spec.client.kept import Kept, LanePlan, plans
 from bloombee_spec.client.round_decoder import RoundDecoder
 from bloombee_spec.client.stage_link import RingError
 from bloombee_spec.config import SpecConfig
@@ -95,11 +94,8 @@ class Client:
         return Kept({}, [tuple(stream.tree.committed) for stream in self.decoder.streams], 0).lengths(texts)
 
     def _plans(self, lengths: Sequence[int], texts: Sequence[Sequence[int]]) -> list[LanePlan]:
-        links = []
-        for session in self.sessions:
-            opened = Opened(self.arena, 1, *session.held())
-            links.append(SimpleNamespace(opened=opened))
-        return _plans(links, lengths, texts)  # type: ignore[arg-type]
+        opened = [Opened(self.arena, 1, *session.held()) for session in self.sessions]
+        return plans(opened, lengths, texts)
 
     def _session(
         self, index: int, number: int, after: Client | None = None, texts: Sequence[Sequence[int]] = ()
@@ -163,7 +159,7 @@ class Client:
                 return
             for lane, (at, end) in enumerate(zip(link.next_holds, link.replay)):
                 while (chunk := next_rows(session, lane, at, end)) is not None:
-                    following.put(session.refill_frame(lane, at, *chunk))
+                    following.put(session.outgoing.refill_frame(lane, at, *chunk))
                     at += len(chunk[0])
             session.outgoing.link(following, listeners)
 

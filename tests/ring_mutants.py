@@ -15,7 +15,6 @@ from bloombee_spec.kv.arena import Arena
 from bloombee_spec.lane import Lane
 from bloombee_spec.lane_books import LaneBooks
 from bloombee_spec.server.outgoing import Outgoing
-from bloombee_spec.server.session import StageSession
 from bloombee_spec.server.stage import Stage
 from bloombee_spec.tree import TokenTree
 from bloombee_spec.verify import Verifier
@@ -85,7 +84,7 @@ MUTANTS = [
     Mutant("a stop token ends the stream at the client", Stream, "commit", "or token in self.request.stop_tokens", "", game=RUN),
     Mutant("a stop token ends the stream at the verifier", Lane, "stopped", "and self.tree.committed[-1] in self.stop_tokens", "and False", game=RUN),
     # ---- rule 4: every frame is answered, credits
-    Mutant("dead frames are answered too", StageSession, "emit", "if nodes or prefix is None or batch.seq > prefix.seq", "if nodes"),
+    Mutant("dead frames are answered too", Outgoing, "emit", "if nodes or prefix is None or batch.seq > prefix.seq", "if nodes"),
     Mutant("dropped rows are counted", LaneBooks, "finish", "self._drop(len(survivors) - len(live))", "pass", shape={"arena": 8, "blocks": (3, 3, 3), "max_rows": 8}, game={"hit": 0.5}),
     Mutant("no more candidates than credits", Stream, "room", "self.credits", "self.credits * 2", shape=CREDITS, game=RUN),
     Mutant("candidates wait for a free column", Lane, "_insert", "if self.arena.free == 0 and self.tree.fate(spec) is Fate.LIVE:", "if False:", shape=CREDITS),

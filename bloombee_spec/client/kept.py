@@ -7,10 +7,11 @@ computed again from the token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bloombee_spec.hosts.base import Span
-from bloombee_spec.wire.messages import Opened
+from bloombee_spec.server.holding import digest
+from bloombee_spec.wire.messages import Open, Opened
 
 Source = tuple[bytes, int]  # a session, and the stage that it asks for
 
@@ -83,3 +84,23 @@ def agreed(opened: Opened, digests: Sequence[bytes]) -> tuple[int, ...]:
     :param digests: of the client's first `opened.held` tokens, by lane
     """
     return tuple(n if mine == theirs else 0 for n, mine, theirs in zip(opened.held, digests, opened.digests))
+
+
+def plans(stages: Sequence[Opened], lengths: Sequence[int], texts: Sequence[Sequence[int]]) -> list[LanePlan]:
+    """By lane; what a stage holds of another text than the client's counts as nothing."""
+    held, logged = [], []
+    for opened in stages:
+        mine = [digest(text[:n]) for text, n in zip(texts, opened.held)]
+        counted = agreed(opened, mine) or (0,) * len(lengths)
+        held.append(counted)
+        logged.append([first if n else 0 for n, first in zip(counted, opened.logged or (0,) * len(lengths))])
+    return [
+        plan_lane([n[lane] for n in held], [first[lane] for first in logged], length)
+        for lane, length in enumerate(lengths)
+    ]
+
+
+def resuming(request: Open, source: Source | None, lengths: tuple[int, ...]) -> Open:
+    if source is None:
+        return request
+    return replace(request, resume=source[0], resume_stage=source[1], resume_lengths=lengths)

@@ -139,3 +139,15 @@ def _output_class(call: Call) -> Any:
 
     old = "SampleDecoderOnlyOutput" if call.returned.sampled else "GreedySearchDecoderOnlyOutput"
     return getattr(utils, "GenerateDecoderOnlyOutput", None) or getattr(utils, old)
+
+
+def padded(history: torch.Tensor, padding: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+    """`[batch, length]`: zeros where `padding`, an earlier input with its mask, had padding on the left of this
+    history."""
+    mask = torch.ones_like(history)
+    if padding is not None:
+        ids, seen = padding
+        n = int((seen == 0).sum(dim=1).max())
+        if history.shape[0] == ids.shape[0] and torch.equal(history[:, :n], ids[:, :n].to(history.device)):
+            mask[:, :n] = seen[:, :n]
+    return mask

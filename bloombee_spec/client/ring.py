@@ -7,16 +7,14 @@ import queue
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from bloombee_spec.client.codecs import LinkCodecs
 from bloombee_spec.client.info import StageInfo
-from bloombee_spec.client.kept import Kept, LanePlan, Source, agreed, plan_lane
+from bloombee_spec.client.kept import Kept, LanePlan, plans, resuming
 from bloombee_spec.client.measured import RouteMeter
 from bloombee_spec.client.stage_link import RingError, StageLink, open_stage
 from bloombee_spec.hosts.base import Host, Span
-from bloombee_spec.server.holding import digest
 from bloombee_spec.wire.frames import CommitFrame, ControlFrame, Frame, FrameError, RewindFrame, encode
 from bloombee_spec.wire.ledger import CLIENT, Ledger
 from bloombee_spec.wire.message import Message
@@ -103,7 +101,7 @@ class Ring:
             )
             for i, span in enumerate(spans)
         ]  # fmt: skip
-        requests = [_resuming(request, sources.get(span), lengths) for request, span in zip(requests, spans)]
+        requests = [resuming(request, sources.get(span), lengths) for request, span in zip(requests, spans)]
         try:
             host.run(ring._open(host.p2p(model), requests, timeout, kept, texts), timeout + 5)
         except TimeoutError:
@@ -201,7 +199,9 @@ class Ring:
                 raise result
             if isinstance(result, BaseException):
                 raise RingError(f"cannot open a session at {span.peer}: {result!r}", span.peer) from result
-        self.plans = [] if kept is None else _plans(self._stages, kept.lengths(texts), texts)
+        self.plans = (
+            [] if kept is None else plans([stage.opened for stage in self._stages], kept.lengths(texts), texts)
+        )
         for index, stage in enumerate(self._stages):
             stage.linking_since = time.monotonic()
             link = Link(
@@ -289,24 +289,3 @@ class Ring:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*[stage.box.aclose(0.5) for stage in (*self._stages, *self.prepared)])
-
-
-def _plans(stages: Sequence[StageLink], lengths: Sequence[int], texts: Sequence[Sequence[int]]) -> list[LanePlan]:
-    """By lane; what a stage holds of another text than the client's counts as nothing."""
-    held, logged = [], []
-    for stage in stages:
-        opened = stage.opened
-        mine = [digest(text[:n]) for text, n in zip(texts, opened.held)]
-        counted = agreed(opened, mine) or (0,) * len(lengths)
-        held.append(counted)
-        logged.append([first if n else 0 for n, first in zip(counted, opened.logged or (0,) * len(lengths))])
-    return [
-        plan_lane([n[lane] for n in held], [first[lane] for first in logged], length)
-        for lane, length in enumerate(lengths)
-    ]
-
-
-def _resuming(request: Open, source: Source | None, lengths: tuple[int, ...]) -> Open:
-    if source is None:
-        return request
-    return replace(request, resume=source[0], resume_stage=source[1], resume_lengths=lengths)

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial, reduce
 from itertools import zip_longest
 from typing import Any
 
@@ -15,8 +14,10 @@ import torch
 from hivemind.utils.logging import get_logger
 
 from bloombee_spec.client.arguments import UnsupportedCall
+from bloombee_spec.client.collect import collect
 from bloombee_spec.client.decoder import RingDecoder
 from bloombee_spec.client.kept import Kept
+from bloombee_spec.client.output import padded
 from bloombee_spec.client.relay import RelayDecoder
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.round_decoder import RoundDecoder
@@ -229,13 +230,7 @@ class SpecSession:
 
     def history_mask(self, history: torch.Tensor) -> torch.Tensor:
         """`[batch, length]`: zeros where an earlier call had padding on the left, if that is still there."""
-        mask = torch.ones_like(history)
-        if self.padding is not None:
-            ids, seen = self.padding
-            n = int((seen == 0).sum(dim=1).max())
-            if history.shape[0] == ids.shape[0] and torch.equal(history[:, :n], ids[:, :n].to(history.device)):
-                mask[:, :n] = seen[:, :n]
-        return mask
+        return padded(history, self.padding)
 
     # ---------------------------------------------------------------- life
 
@@ -244,30 +239,10 @@ class SpecSession:
 
         :param bytes_before: `ring_bytes` when it started; `started` the time, as `time.perf_counter` has it
         """
-        decoder = self._decoder
-        tally = reduce(partial(Tally.plus, beside=True), self.tallies, Tally())
-        route: tuple[str, ...] = ()
-        up = down = 0
-        first = time.perf_counter()
-        measured: dict[str, Any] = {}
-        if self._ring is not None:
-            legs = self._ring.meter.route.legs
-            measured = {
-                "lap_s": self._ring.meter.lap_s,
-                "codecs": tuple(self._ring.codecs.used),
-                "legs": tuple([(leg.delay_s, leg.bandwidth_bps) for leg in legs]),
-            }
-        if decoder is not None:
-            spans = decoder.route if isinstance(decoder, RelayDecoder) else decoder.ring.spans
-            route = tuple(f"{span.start}:{span.end} {span.peer}" for span in spans)
-            up, down = (now - before for now, before in zip(self.ring_bytes, bytes_before))
-            first = decoder.first_token_at or first
-        counted: dict[str, Any] = {
-            name: dict(value) if isinstance(value, dict) else value for name, value in vars(tally).items()
-        }
-        return SpecStats(
-            mode=self.mode, bytes_up=up, bytes_down=down, open_s=self._open_s, prefill_s=first - started,
-            decode_s=time.perf_counter() - first, route=route, **measured, **counted,
+        up, down = (now - before for now, before in zip(self.ring_bytes, bytes_before))
+        return collect(
+            self._decoder, self.tallies, mode=self.mode, open_s=self._open_s, started=started, bytes_up=up,
+            bytes_down=down,
         )  # fmt: skip
 
     @property

@@ -2,8 +2,7 @@
 frames out.
 
 The decode loop calls `begin`, `commit` and `stop`; drafting (`ask`, `answer`, …) may run in another thread. Both hold
-`lock`, which is never held
-while the drafter thinks.
+`lock`, which is never held while the drafter thinks.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ class Stream:
         """Apply a commit frame; one of an older epoch is ignored.
 
         :returns: new tokens, and nodes to send at once: after a miss the corrected token, if the client has to send
-            it, with
-            what was drafted ahead for just this outcome
+            it, with what was drafted ahead for just this outcome
         :raises FrameError: the verifier skipped a position, or runs ahead of the client's epoch
         """
         if frame.epoch < self.epoch or self.finished:

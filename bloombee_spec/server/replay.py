@@ -30,7 +30,7 @@ async def send_rows(session: StageSession, index: int, start: int, end: int, box
     """:raises StreamClosed: as `replay`"""
     loop, at = asyncio.get_running_loop(), start
     while not session.dead and (chunk := next_rows(session, index, at, end)) is not None:
-        frame = await loop.run_in_executor(None, session.refill_frame, index, at, *chunk)
+        frame = await loop.run_in_executor(None, session.outgoing.refill_frame, index, at, *chunk)
         await box.room(MAX_QUEUED, STUCK_S)
         box.put_bytes(encode(frame))
         at += len(chunk[0])

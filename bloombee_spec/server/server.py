@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,30 +18,24 @@ from hivemind import DHT
 from hivemind.p2p import P2P
 from hivemind.utils import switch_to_uvloop
 from hivemind.utils.logging import get_logger
-from hivemind.utils.tensor_descr import TensorDescriptor
 from torch import nn
 
 import bloombee_spec
 from bloombee_spec.kv.buffer import KVShape, LaneView
 from bloombee_spec.plan.compute import ComputeProfile
-from bloombee_spec.sampling.round_rules import ROUND_RULES
+from bloombee_spec.server.admission import Admission
 from bloombee_spec.server.allocator import CacheAllocator
-from bloombee_spec.server.boundary import BoundaryLog, LogBudget
 from bloombee_spec.server.config import SpecServerConfig
 from bloombee_spec.server.families.base import UnsupportedModel
 from bloombee_spec.server.families.registry import family_for
 from bloombee_spec.server.heads import Heads
-from bloombee_spec.server.holding import Holding, NewLog, ParkingLot
 from bloombee_spec.server.service import SpecService
-from bloombee_spec.server.session import StageSession
 from bloombee_spec.server.stage import AdapterContext, Stage
 from bloombee_spec.server.transfers import Dial, Transfers
-from bloombee_spec.wire.activations import CodecError, CodecUnavailable, codec_names
-from bloombee_spec.wire.frames import PROTOCOL_VERSION, ControlFrame, FrameError
-from bloombee_spec.wire.link_codec import LinkCodec
-from bloombee_spec.wire.messages import Open
+from bloombee_spec.wire.activations import codec_names
+from bloombee_spec.wire.frames import PROTOCOL_VERSION, ControlFrame
 from bloombee_spec.wire.moving import Leaving
-from bloombee_spec.wire.streams import Outbox, StreamClosed
+from bloombee_spec.wire.streams import StreamClosed
 
 logger = get_logger(__name__)
 
@@ -108,14 +101,13 @@ class StageServer:
             raise UnsupportedModel(f"a trial forward through them failed: {e!r}") from e
         self.stage.compute = ComputeProfile.measured(self._row_seconds)
         self.stage.max_rows = config.max_rows or _affordable_rows(self._row_seconds)
+        self._admission = Admission(
+            loaded, config, self._family, self._heads, self._allocator, self.stage, self._wake_later
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._error: BaseException | None = None
-        self._opening: set[tuple[bytes, int]] = set()
-        self._leaving = False
-        self._parking = ParkingLot(config.park_timeout, self._free_parked)
-        self._log_budget = LogBudget(config.log_mib << 20, config.log_disk_mib << 20)
 
     # ---------------------------------------------------------------- life
 
@@ -150,7 +142,7 @@ class StageServer:
             time.sleep(0.05)
 
     def _announce_leaving(self) -> None:
-        self._leaving = True
+        self._admission.closed = True
         if self.stage.sessions:
             logger.info(f"Leaving: {len(self.stage.sessions)} sessions may move on")
         for session in list(self.stage.sessions.values()):
@@ -197,7 +189,7 @@ class StageServer:
         # What dht.replicate_p2p() does, but never its cached replica: that one belongs to another thread's event loop.
         p2p = await P2P.replicate(self._dht.run_coroutine(DHT._get_p2p_daemon_listen_maddr))
         service = SpecService(
-            info=self.info, open_session=self._open_session, retire=self._retire, wake=self.pool.wake,
+            info=self.info, open_session=self._admission.open, retire=self._admission.retire, wake=self.pool.wake,
             compute=lambda: self.stage.compute, sessions=self.stage.sessions, new_transfers=self._new_transfers,
             idle_timeout=self._config.idle_timeout, max_outbox=self._config.max_outbox,
         )  # fmt: skip
@@ -228,101 +220,10 @@ class StageServer:
             "max_rows": self.stage.max_rows,
             "row_seconds": {str(int(rows)): seconds for rows, seconds in self.stage.compute.points},
             "sessions": len(self.stage.sessions),
-            "parked": len(self._parking),
+            "parked": self._admission.parked,
             "cache_bytes": int(loaded.memory_cache.max_size_bytes),
             "cache_bytes_left": int(loaded.memory_cache.bytes_left),
         }
-
-    async def _open_session(self, opened: Open, client: str, box: Outbox) -> StageSession:
-        if self._leaving:
-            raise FrameError("this server is leaving")
-        opened = self._granted(opened)
-        key = (opened.session, opened.stage)
-        if key in self.stage.sessions or key in self._opening:
-            raise FrameError("a session of this id is open already")
-        while len(self.stage.sessions) + len(self._opening) + len(self._parking) >= self._config.max_sessions:
-            if opened.resume is None and self._parking.evict() is not None:
-                continue
-            raise FrameError(f"server is busy: {self._config.max_sessions} sessions are open")
-        new_log = self._new_log(opened) if opened.next is not None or opened.prepared else None
-        earlier = self._earlier(opened, client)
-        if earlier is not None:
-            holding = earlier.resumed(opened.resume_lengths, opened.embed, new_log)
-        else:
-            holding = await self._allocated(opened, key, new_log)
-        assert self._loop is not None
-        session = StageSession(
-            opened, client, holding, box,
-            hidden_size=self._loaded.config.hidden_size, dtype=self._loaded.dtype, device=self._loaded.device,
-            vocab_size=self._loaded.config.vocab_size, max_prefill=self._config.max_prefill, head=self._heads.logits,
-            loop=self._loop,
-        )  # fmt: skip
-        self.stage.sessions[key] = session
-        return session
-
-    def _earlier(self, opened: Open, client: str) -> Holding | None:
-        """KV of this client's earlier session, if it is to be gone on with. That session ends, wherever it stands."""
-        running = self.stage.sessions.get((opened.resume or b"", opened.resume_stage))
-        if running is not None and running.client == client:
-            running.keep = True
-            self._retire(running)
-        return self._parking.take(opened, client)
-
-    async def _allocated(self, opened: Open, key: tuple[bytes, int], new_log: NewLog | None) -> Holding:
-        """:raises AllocationRefused: no room"""
-        shape = KVShape(
-            opened.end - opened.start, self._family.kv_heads, self._family.head_dim, opened.arena, opened.max_length
-        )
-        descriptor = TensorDescriptor(shape.size, dtype=self._loaded.dtype, device=self._loaded.device)
-        room = self._loaded.memory_cache.bytes_left
-        size = opened.lanes * math.prod(shape.size) * self._loaded.dtype.itemsize
-        while room < size and (freed := self._parking.evict()) is not None:  # whoever is here goes first
-            room += freed
-        self._opening.add(key)
-        try:
-            ticket, handles = await self._allocator.allocate([descriptor] * opened.lanes, self._config.alloc_timeout)
-        finally:
-            self._opening.discard(key)
-        return Holding.fresh(opened, ticket, handles, size, new_log)
-
-    def _new_log(self, opened: Open) -> NewLog:
-        hidden, dtype = int(self._loaded.config.hidden_size), self._loaded.dtype
-        return lambda: BoundaryLog(hidden, opened.max_length, dtype, self._log_budget)
-
-    def _granted(self, opened: Open) -> Open:
-        """What this server agrees to; limits are checked before anything is allocated."""
-        loaded, config = self._loaded, self._config
-        first, last = loaded.first_block, loaded.first_block + len(loaded.blocks)
-        if not first <= opened.start < opened.end <= last:
-            raise FrameError(f"blocks {opened.start}:{opened.end} are not here, this server has {first}:{last}")
-        if opened.lanes > config.max_lanes:
-            raise FrameError(f"{opened.lanes} lanes, at most {config.max_lanes} are allowed")
-        if opened.max_length > loaded.max_length:
-            raise FrameError(f"max_length {opened.max_length} exceeds this server's {loaded.max_length}")
-        if opened.embed and not (self._heads.embeds and opened.start == 0):
-            raise FrameError("this stage has no embeddings for the first block")
-        if opened.rule is not None and opened.rule not in ROUND_RULES:
-            raise FrameError(f"rule {opened.rule[:20]!r} is not known here, only {', '.join(ROUND_RULES)}")
-        if (opened.verify or opened.rule) and not (self._heads.verifies and opened.end == loaded.n_blocks):
-            raise FrameError("this stage has no LM head behind the last block")
-        if opened.adapter is not None and opened.adapter not in loaded.adapters:
-            raise FrameError(f"adapter {opened.adapter!r} is not loaded here")
-        for name in (opened.codec, opened.codec_in):
-            try:
-                LinkCodec(name)
-            except (CodecUnavailable, CodecError) as e:
-                raise FrameError(str(e)) from None
-        return replace(opened, arena=min(opened.arena, config.max_arena))
-
-    def _retire(self, session: StageSession) -> None:
-        if session.keep and (holding := session.give_holding()) is not None:
-            self._parking.park(session.open, session.client, holding)
-        self.stage.retire(session)
-        self._wake_later()
-
-    def _free_parked(self, holding: Holding) -> None:
-        self.stage.free(holding)
-        self._wake_later()
 
     def _wake_later(self) -> None:
         assert self._loop is not None

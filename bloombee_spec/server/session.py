@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 
 import torch
 
 from bloombee_spec.choose import make_chooser
-from bloombee_spec.lane import Lane, LaneBatch, Row
+from bloombee_spec.lane import Lane
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.sampling.round_rules import ROUND_RULES
 from bloombee_spec.server.holding import Holding, digest
 from bloombee_spec.server.judge import Judge
 from bloombee_spec.server.meter import SessionMeter
 from bloombee_spec.server.outgoing import Outgoing
-from bloombee_spec.verify import Committed, Head, Verifier
+from bloombee_spec.verify import Head, Verifier
 from bloombee_spec.wire.activations import CodecError
 from bloombee_spec.wire.frames import (
     CommitFrame,
@@ -67,7 +66,6 @@ class StageSession:
         self._holding: Holding | None = holding
         self.lock = threading.Lock()
         self.lanes, self.handles = holding.lanes, holding.handles
-        self.next_holds = [0] * opened.lanes  # tokens whose KV the next stage has, from before this session
         self.keep = False  # when the session ends, another one may go on with its KV
         self.verifiers = [Verifier(lane, self.lock, head) for lane in self.lanes] if opened.verify else []
         self.judges = [
@@ -77,7 +75,6 @@ class StageSession:
         ]
         self.meter = SessionMeter()
         self.client_box = client_box
-        self.outgoing = Outgoing(client_box, opened.stage, loop, self.lost)
         self.max_prefill = max_prefill
         self.closed = asyncio.Event()
         self._losing: asyncio.TimerHandle | None = None
@@ -91,6 +88,7 @@ class StageSession:
         self._hidden_size, self._dtype, self._vocab_size, self.loop = hidden_size, dtype, vocab_size, loop
         self._device = device
         self._codec_in, self.codec = LinkCodec(opened.codec_in), LinkCodec(opened.codec)
+        self.outgoing = Outgoing(opened, self.lanes, self.lock, self.codec, client_box, loop, self.lost)
 
     @property
     def key(self) -> tuple[bytes, int]:
@@ -187,71 +185,6 @@ class StageSession:
 
     # ---------------------------------------------------------------- results out (runtime thread)
 
-    def emit(self, index: int, batch: LaneBatch, rows: list[Row], hidden: torch.Tensor) -> None:
-        """Send what a forward left: to the next stage, or as hidden rows to a verifying client.
-
-        :param rows: survivors in batch order; `hidden` `[len(rows), hidden]`
-        """
-        lane = self.lanes[index]
-        if batch.prefix is not None and batch.prefix.epoch == 0:
-            n = sum(row.position < batch.prefix.start + batch.prefix_rows for row in rows)
-            self._pass_refill(index, batch.prefix.tokens, rows[:n], hidden)
-            if batch.seq == 0:
-                return
-            rows, hidden, batch.prefix = rows[n:], hidden[n:], None
-        prefix = batch.prefix if rows and batch.prefix is not None and rows[0].position == batch.prefix.start else None
-        n_prefix = batch.prefix_rows if prefix is not None else 0
-        to_client = self.open.next is None
-        frames: list[Frame] = []
-        with self.lock:
-            nodes = tuple([lane.forwarded_spec(row) for row in rows[n_prefix:]])
-            seq = lane.answered
-            counters = lane.take_counters() if nodes or prefix is None or batch.seq > prefix.seq else None
-        if prefix is not None:
-            first = (n_prefix - 1 if prefix.last else n_prefix) if to_client else 0
-            data = self.codec.encode(hidden[first:n_prefix])
-            frames.append(
-                PrefixFrame(
-                    index, prefix.epoch, prefix.seq, prefix.start, prefix.tokens, prefix.last, prefix.limit,
-                    n_prefix - first, data,
-                )
-            )  # fmt: skip
-        if counters is not None:
-            data = self.codec.encode(hidden[n_prefix:]) if nodes else b""
-            frames.append(NodesFrame(index, batch.epoch, seq, nodes, *counters, len(nodes), data))
-        self.outgoing.post(frames, [])
-
-    def _pass_refill(self, index: int, tokens: Sequence[int], rows: list[Row], hidden: torch.Tensor) -> None:
-        """Rows of an earlier text, as far as the next stage needs them; nobody waits for an answer."""
-        if not rows or self.open.next is None:
-            return
-        n, first = len(rows), max(0, self.next_holds[index] - rows[0].position)
-        if first < n:
-            self.outgoing.post([self.refill_frame(index, rows[first].position, tokens[first:n], hidden[first:n])], [])
-
-    def refill_frame(self, index: int, start: int, tokens: Sequence[int], rows: torch.Tensor) -> PrefixFrame:
-        """For the next stage: committed tokens of an earlier session with the rows `[n, hidden]` that left here."""
-        data = self.codec.encode(rows)
-        return PrefixFrame(index, 0, 0, start, tuple(tokens), False, self.open.max_length, len(tokens), data)
-
-    def emit_commits(self, index: int, done: Committed) -> None:
-        """Verifier: tokens to the client with counters, and to every other stage without."""
-        lane = self.lanes[index]
-        with self.lock:
-            seq = lane.answered
-            if done.epoch == 0 and seq == 0:  # rows of an earlier text: nobody waits for an answer
-                return
-            computed, dropped = lane.take_counters()
-        commit = CommitFrame(index, done.epoch, done.position, done.tokens)
-        to_client = replace(commit, seq=seq, computed=computed, dropped=dropped)
-        to_stages = [commit] if done.tokens else []
-        self.outgoing.post([to_client], to_stages)
-
-    def emit_answer(self, answer: RoundFrame | None) -> None:
-        """Judge: what the session's rule says to a round, to the client."""
-        if answer is not None:
-            self.outgoing.post([answer], [])
-
     def check_link(self, link: Link) -> None:
         """:raises FrameError: it asks for rows that are not here"""
         lanes = len(self.lanes)
@@ -261,7 +194,7 @@ class StageSession:
             for lane, start, end in zip(self.lanes, link.next_holds, link.replay):
                 if end and (lane.log is None or not lane.log.first <= start <= end <= lane.log.end):
                     raise FrameError(f"rows {start} to {end} are not in this stage's log")
-        self.next_holds = list(link.next_holds) or self.next_holds
+        self.outgoing.next_holds = list(link.next_holds) or self.outgoing.next_holds
 
     def greeted(self, stage: int, rtt_s: float) -> None:
         """Another stage answered the greeting on a new stream to it."""

@@ -173,9 +173,9 @@ class Stage:
             if session.open.verify:
                 self._verify(session, item.index, live, part)
             elif session.judges:
-                session.emit_answer(session.judges[item.index].step(live, part))
+                session.outgoing.emit_answer(session.judges[item.index].step(live, part))
             else:
-                session.emit(item.index, item.batch, live, part)
+                session.outgoing.emit(item.index, item.batch, live, part)
 
     def _forward(self, work: list[_LaneWork], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         """`[rows still alive, hidden]`, in the order of `work` and its rows."""
@@ -248,7 +248,7 @@ class Stage:
     def _verify(self, session: StageSession, index: int, rows: list[Row], hidden: torch.Tensor) -> None:
         """Last stage: walk the tree as far as hidden rows reach, and say so to everybody."""
         done = session.verifiers[index].step(rows, hidden)
-        session.emit_commits(index, done)
+        session.outgoing.emit_commits(index, done)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
