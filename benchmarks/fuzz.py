@@ -69,12 +69,13 @@ def fuzz(chosen: Sequence[Target], *, seed: int, inputs: int = 0, seconds: float
     """
     tally = Tally({target.name: Count() for target in chosen})
     end = time.monotonic() + seconds
-    batch = first_batch
+    next_batch = dict.fromkeys(tally.counts, first_batch)
     with address_limit(ROOM):
         while tally.inputs < inputs or time.monotonic() < end:
             for target in chosen:
-                _batch(target, seed, batch, tally.counts[target.name])
-            batch += 1
+                for _ in range(target.weight):
+                    _batch(target, seed, next_batch[target.name], tally.counts[target.name])
+                    next_batch[target.name] += 1
     return tally
 
 

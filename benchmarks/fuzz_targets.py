@@ -53,14 +53,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
+    """:param weight: batches of it to one of each of the others"""
+
     name: str
     make: Callable[[random.Random], Case]
+    weight: int = 1
 
 
 def targets() -> list[Target]:
-    codecs = [Target(name, partial(_codec_case, name)) for name in CODECS]
+    codecs = [Target(name, partial(_codec_case, name), 1 if name.startswith("tah") else 2) for name in CODECS]
     return [
-        Target("frames", _frame_case), Target("messages", _message_case), *codecs,
+        Target("frames", _frame_case, 4), Target("messages", _message_case, 3), *codecs,
         Target("link", partial(_link_case, "raw|lossless")),
     ]  # fmt: skip
 

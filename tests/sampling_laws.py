@@ -11,6 +11,7 @@ import math
 
 import pytest
 import torch
+from sampling_targets import HAS_MIN_P
 
 from bloombee_spec.sampling.comparison import draw, specinfer_siblings
 from bloombee_spec.sampling.noise import race_noise
@@ -29,7 +30,7 @@ STACKS = {
     "plain": {},
     "cold_top_k": {"temperature": 0.7, "top_k": 4},
     "nucleus_repetition": {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.4},
-    "bans": {"no_repeat_ngram_size": 2, "suppress_tokens": (5,), "presence_penalty": 0.8, "min_p": 0.05},
+    "bans": {"no_repeat_ngram_size": 2, "suppress_tokens": (5,), "presence_penalty": 0.8, "min_p": 0.05 * HAS_MIN_P},
     "lengths": {"min_new_tokens": 2, "eos_token_ids": (1,), "bad_words_ids": ((0, 3, 2), (4, 4)), "typical_p": 0.9},
 }
 

@@ -1,10 +1,12 @@
 """A synthetic target without a known law, and stacks of options to run it with."""
 
 import torch
+from transformers.generation import logits_process
 
 from bloombee_spec.sampling.spec import SamplingSpec
 
 VOCAB = 23
+HAS_MIN_P = hasattr(logits_process, "MinPLogitsWarper")  # transformers has it since 4.39
 PROMPT = [3, 1, 4]
 GREEDY = SamplingSpec(prompt_length=len(PROMPT))
 SAMPLING = SamplingSpec(prompt_length=len(PROMPT), do_sample=True, seed=42)
@@ -19,7 +21,13 @@ STACKS = {
         prompt_length=3, do_sample=True, seed=9, repetition_penalty=1.3, presence_penalty=0.7, no_repeat_ngram_size=2
     ),
     "ends": SamplingSpec(
-        prompt_length=3, do_sample=True, seed=8, min_new_tokens=4, eos_token_ids=(0,), suppress_tokens=(7,), min_p=0.02
+        prompt_length=3,
+        do_sample=True,
+        seed=8,
+        min_new_tokens=4,
+        eos_token_ids=(0,),
+        suppress_tokens=(7,),
+        min_p=0.02 if HAS_MIN_P else 0.0,
     ),
 }
 

@@ -19,7 +19,7 @@ from benchmarks.toy_models import make_toy_llama
 from benchmarks.wan import LinkShape
 
 pytestmark = pytest.mark.swarm
-NEW = 64
+NEW, LONG = 64, 192
 DEADLINE_S = 85.0
 
 
@@ -33,7 +33,7 @@ def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     spans = [(0, 2), (0, 2), (2, 4), (2, 4)]
     with LocalSwarm(
         model_path, spans, work_dir=tmp_path_factory.mktemp("churn-swarm"), wan=LinkShape(delay_s=0.005),
-        server_command=SPEC_SERVER, extra_args=("--num_handlers", "1"),
+        server_command=SPEC_SERVER, extra_args=("--num_handlers", "1", "--spec-leave-timeout", "6"),
     ) as swarm:  # fmt: skip
         yield swarm
 
@@ -43,6 +43,26 @@ def model(replicas: LocalSwarm) -> Iterator[Any]:
     found = plugin_client(replicas, mode="ring")
     yield found
     found.close()
+
+
+@pytest.mark.parametrize("way", ["rows", "kv"])
+def test_a_server_that_leaves_hands_over_what_it_holds(
+    replicas: LocalSwarm, model: Any, model_path: Path, way: str
+) -> None:
+    faults, rng = Faults(replicas), random.Random(way)
+    (job,) = toy_jobs(1, LONG)
+    respec(model, speculate=False, moving=way)  # plainly, so that there are laps left to move in
+    ids = torch.tensor([job.ids])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)  # shows the route
+    victim = on_route(replicas, model, rng)
+    expected = reference(load_local(model_path), job.ids, LONG)
+    outcome = generate(model, job.ids, expected, "leave", 8, lambda: faults.kinds["leave"](victim), "plugin")
+    stats = model.last_stats
+    assert outcome.error == "" and outcome.identical
+    assert stats.moves == 1 and stats.retries == 0 and stats.tokens == LONG
+    assert stats.resumed >= len(job.ids), "the ring began anew"
+    assert all(replicas.servers[victim].peer_id not in line for line in stats.route)
+    faults.repair("leave", victim)
 
 
 @pytest.mark.parametrize("fault", ["freeze", "cut", "kill -9"])
@@ -64,6 +84,7 @@ def test_a_server_of_the_route_fails_in_mid_text(
             at == 2 and "cut" not in fault
         ):  # peers may talk over a connection that the victim opened, and no relay carries
             assert outcome.retries >= 1, "the fault did not hit the ring"
+            assert model.last_stats.resumed, "nobody went on with what the other stage holds"
         assert model.last_stats.tokens == NEW, "what was counted before the break counts"
         assert outcome.seconds < DEADLINE_S
         if fault == "kill -9":

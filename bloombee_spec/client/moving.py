@@ -37,15 +37,15 @@ logger = get_logger(__name__)
 POLL_S = 0.05
 OPEN_TIMEOUT = 10.0
 PATIENCE = 3.0  # times the estimate of a transfer, after which the ring moves without it
-LEAVING_S = 120.0  # for which a server that announced to leave is not routed over
+LEFT_S = 2.0  # beyond its last moment, for which a server that announced to leave is not routed over
 
 Texts = Callable[[], list[tuple[int, ...]]]
 
 
 def leaving(model: Any) -> set[str]:
-    """Servers that announced to leave, a while ago at most."""
-    since: dict[str, float] = model.__dict__.setdefault("_spec_leaving", {})
-    return {peer for peer, at in since.items() if time.monotonic() - at < LEAVING_S}
+    """Servers that announced to leave, and may not have left yet."""
+    until: dict[str, float] = model.__dict__.setdefault("_spec_leaving", {})
+    return {peer for peer, end in until.items() if time.monotonic() < end}
 
 
 @dataclass
@@ -71,7 +71,8 @@ class Mover:
     def leaves(self, index: int, seconds: float) -> None:
         """Stage `index` stops in so many seconds. Returns at once; ends as a `RingMoved` among the ring's events, or
         without one if no other server is there."""
-        self.model.__dict__.setdefault("_spec_leaving", {})[self.ring.spans[index].peer] = time.monotonic()
+        until = self.model.__dict__.setdefault("_spec_leaving", {})
+        until[self.ring.spans[index].peer] = time.monotonic() + seconds + LEFT_S
         if index not in self._started:
             self._started.add(index)
             threading.Thread(target=self._move, args=(index, seconds), name="spec-move", daemon=True).start()

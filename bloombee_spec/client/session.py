@@ -148,6 +148,8 @@ class SpecSession:
             config = replace(self._config, client_verifies=True) if at_client else self._config
             self._decoder, self._drafters = self._new_decoder(lanes, config, drafters, last), drafters
             self._kept = None
+            if self._lost and self._ring is not None:
+                self._lost[0].resumed += sum(plan.start for plan in self._ring.plans)
             self._open_s = time.perf_counter() - started
         return self._decoder
 

@@ -23,7 +23,7 @@ class SpecStats:
     :param draft_s: seconds that drafters spent on candidates, `hedge_s` on answers to other outcomes; `hedge_hits`
         misses whose answer was ready
     :param retries: times that the ring broke and was opened again; `moves` that it went on elsewhere because a server
-        announced to leave
+        announced to leave; `resumed` tokens whose KV the stages of the earlier ring kept, or were prepared with
     :param modes: committed tokens by the mode of the plan in force: `off`, `tree`, `stream`, or `unplanned` while the
         planner knew too little or was not asked
     :param lap_s: seconds of a lap without speculation, as measured; `legs` one-way delay (s) and bandwidth (bit/s) of
@@ -57,6 +57,7 @@ class SpecStats:
     hedge_misses: int = 0
     retries: int = 0
     moves: int = 0
+    resumed: int = 0
     modes: dict[str, int] = field(default_factory=dict)
     lap_s: float = 0.0
     legs: tuple[tuple[float, float], ...] = ()
@@ -109,4 +110,5 @@ class Tally:
     hedge_misses: int = 0
     retries: int = 0
     moves: int = 0
+    resumed: int = 0
     modes: Counter[str] = field(default_factory=Counter)

@@ -256,7 +256,7 @@ class SpecService(ServicerBase):
         writer.write(framed(ControlFrame(Linked().to_wire()), answered))  # times the round trip
         closing = asyncio.ensure_future(session.closed.wait())
         if hello.role == KV:
-            reading = asyncio.ensure_future(self._transfers.receive(session, reader))
+            reading = asyncio.ensure_future(self._transfers.serve(session, reader))
         else:
             reading = asyncio.ensure_future(self._read_peer(session, hello.role, sender, reader))
         try:

@@ -124,6 +124,13 @@ class Transfers:
         )
         self._expected.setdefault(session.key, {})[order.lane] = order, receiver
 
+    async def serve(self, session: StageSession, reader: asyncio.StreamReader) -> None:
+        """As `receive`; what is refused ends the stream, and the session stays as it was."""
+        try:
+            await self.receive(session, reader)
+        except (CodecError, FrameError, asyncio.TimeoutError) as e:
+            logger.info(f"A transfer from {session.open.donor} is refused: {e!r}")
+
     async def receive(self, session: StageSession, reader: asyncio.StreamReader) -> None:
         """Chunks of the donor until its stream ends; a lane's KV is written once all of it is here.
 

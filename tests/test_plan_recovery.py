@@ -1,0 +1,32 @@
+"""Rows or KV: whichever is there sooner."""
+
+from __future__ import annotations
+
+import pytest
+
+from bloombee_spec.plan.recovery import Recovery
+
+
+def recovery(bandwidth_bps: float, row_s: float, tokens: int = 1024) -> Recovery:
+    return Recovery(tokens, row_bytes=2304, kv_bytes=8 * 1536, row_s=row_s, bandwidth_bps=bandwidth_bps)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth_bps", "row_s", "best"),
+    [(10e6, 1e-3, "rows"), (1e9, 1e-3, "kv"), (1e9, 1e-6, "rows"), (10e6, 1e-1, "kv")],
+)
+def test_slow_links_take_rows_and_slow_servers_take_kv(bandwidth_bps: float, row_s: float, best: str) -> None:
+    assert recovery(bandwidth_bps, row_s).best == best
+
+
+def test_time_grows_with_tokens_and_falls_with_bandwidth() -> None:
+    for way in ("rows", "kv"):
+        times = [recovery(50e6, 1e-4, tokens).seconds(way) for tokens in (0, 1, 256, 257, 2048)]
+        assert times == sorted(times) and times[0] == 0.0
+        assert recovery(10e6, 1e-4).seconds(way) > recovery(100e6, 1e-4).seconds(way)
+
+
+def test_link_and_receiver_work_at_the_same_time() -> None:
+    both = recovery(100e6, 1e-3, 2048).seconds("rows")
+    link, compute = 8 * 0.7 * 2304 * 2048 / 100e6, 2048 * 1e-3
+    assert max(link, compute) < both < link + compute

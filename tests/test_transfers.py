@@ -1,0 +1,157 @@
+"""KV between two servers: what the client ordered arrives whole or not at all, and nothing else is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bloombee_spec.kv.chunk_stream import TransferRefused
+from bloombee_spec.kv.chunks import KEY_BYTES
+from bloombee_spec.lane import Lane
+from bloombee_spec.server.boundary import BoundaryLog, LogBudget
+from bloombee_spec.server.transfers import LANE, Transfers
+from bloombee_spec.wire.frames import FrameError
+from bloombee_spec.wire.moving import Export, Import
+
+SHAPE = (2, 2, 2, 8 + 600, 4)  # keys and values, blocks, heads, arena + max_length, head size
+KEY, TEXT = b"k" * KEY_BYTES, tuple(range(1, 520))
+
+
+def session(*, prepared: bool, filled: int = 0) -> Any:
+    """What `Transfers` sees of a session: one lane with `filled` tokens, and its buffer."""
+    lane = Lane(arena=8, max_length=600, inject=False, log=BoundaryLog(4, 600, torch.float32, LogBudget(1 << 20, 0)))
+    lane.fill(0, TEXT[:filled])
+    opened = SimpleNamespace(prepared=prepared, donor="donor", arena=8, start=0)
+    return SimpleNamespace(
+        lanes=[lane], lock=threading.Lock(), open=opened, key=(b"", 0), dead=False, buffer=torch.randn(SHAPE)
+    )
+
+
+class Pipe:
+    """The exporter's outbox, and the importer's reader."""
+
+    def __init__(self) -> None:
+        self.reader, self.sent = asyncio.StreamReader(), list[bytes]()
+
+    async def room(self, *_: Any) -> None: ...
+
+    async def aclose(self, *_: Any) -> None:
+        for data in self.sent:
+            self.reader.feed_data(len(data).to_bytes(3, "big") + data)
+        self.reader.feed_eof()
+
+    def put_bytes(self, data: bytes) -> None:
+        self.sent.append(data)
+
+
+def transfers(pipe: Pipe) -> Transfers:
+    async def on_buffer(session: Any, index: int, job: Any) -> Any:
+        return job(session.buffer)
+
+    async def dial(*_: Any) -> Any:
+        return pipe
+
+    return Transfers(2, 1000, on_buffer, dial)
+
+
+async def move(source: Any, target: Any, n: int, tamper: Any = lambda sent: None, start: int = 0) -> None:
+    pipe = Pipe()
+    server = transfers(pipe)
+    await server.expect(target, Import(0, start, TEXT[start:n], KEY))
+    server.export(source, Export("kv", "peer", bytes(16), 0, 0, start, n, KEY))
+    close = pipe.aclose
+
+    async def aclose(*_: Any) -> None:
+        tamper(pipe.sent)
+        await close()
+
+    pipe.aclose = aclose  # type: ignore[method-assign]
+    await server.receive(target, pipe.reader)
+
+
+def test_kv_arrives_bit_by_bit_and_the_lane_knows_its_tokens() -> None:
+    source, target = session(prepared=False, filled=519), session(prepared=True)
+    asyncio.run(move(source, target, 519))
+    assert torch.equal(source.buffer[:, :, :, 8 : 8 + 519], target.buffer[:, :, :, 8 : 8 + 519])
+    (lane,) = target.lanes
+    assert lane.filled == lane.scheduled == 519 and lane.tree.committed == list(TEXT)
+    assert lane.log.first == 519, "rows that were never computed here are not promised"
+
+
+def test_a_later_part_is_added() -> None:
+    source, target = session(prepared=False, filled=519), session(prepared=True)
+    asyncio.run(move(source, target, 100))
+    asyncio.run(move(source, target, 400, start=100))
+    assert target.lanes[0].filled == 400
+    assert torch.equal(source.buffer[:, :, :, 8:408], target.buffer[:, :, :, 8:408])
+
+
+def corrupt(sent: list[bytes]) -> None:
+    sent[0] = sent[0][:50] + bytes([sent[0][50] ^ 1]) + sent[0][51:]
+
+
+def truncate(sent: list[bytes]) -> None:
+    sent[-1] = sent[-1][:-40]
+
+
+def replay(sent: list[bytes]) -> None:
+    sent.insert(1, sent[0])
+
+
+def other_lane(sent: list[bytes]) -> None:
+    sent[0] = LANE.pack(7) + sent[0][LANE.size :]
+
+
+def short(sent: list[bytes]) -> None:
+    sent[0] = bytes(5)
+
+
+@pytest.mark.parametrize("tamper", [corrupt, truncate, replay, other_lane, short], ids=lambda f: f.__name__)
+def test_damaged_and_repeated_chunks_are_refused_and_nothing_is_written(tamper: Any) -> None:
+    source, target = session(prepared=False, filled=519), session(prepared=True)
+    before = target.buffer.clone()
+    with pytest.raises(TransferRefused):
+        asyncio.run(move(source, target, 519, tamper))
+    assert target.lanes[0].filled == 0 and torch.equal(target.buffer, before)
+
+
+def test_a_transfer_that_ends_early_writes_nothing() -> None:
+    source, target = session(prepared=False, filled=519), session(prepared=True)
+    before = target.buffer.clone()
+    asyncio.run(move(source, target, 519, lambda sent: sent.pop()))
+    assert target.lanes[0].filled == 0 and torch.equal(target.buffer, before)
+
+
+def test_only_what_is_there_can_be_ordered() -> None:
+    async def run() -> None:
+        server, source, target = transfers(Pipe()), session(prepared=False, filled=100), session(prepared=True)
+        with pytest.raises(FrameError, match="are here"):
+            server.export(source, Export("kv", "peer", bytes(16), 0, 0, 0, 101, KEY))
+        with pytest.raises(FrameError, match="are here"):
+            server.export(source, Export("rows", "peer", bytes(16), 0, 0, 0, 100))  # its log begins behind them
+        with pytest.raises(FrameError, match="prepared"):
+            await server.expect(source, Import(0, 100, TEXT[100:110], KEY))
+        with pytest.raises(FrameError, match="are here"):
+            await server.expect(target, Import(0, 5, TEXT[5:10], KEY))
+        with pytest.raises(FrameError, match="are here"):
+            await server.expect(target, Import(0, 0, (1000,), KEY))
+        with pytest.raises(FrameError, match="are here"):
+            await server.expect(target, Import(0, 0, TEXT + TEXT, KEY))
+
+    asyncio.run(run())
+
+
+def test_a_text_that_is_under_way_is_not_overwritten() -> None:
+    lane = Lane(arena=8, max_length=600, inject=False)
+    lane.fill(0, (1, 2, 3))
+    with pytest.raises(FrameError):
+        lane.fill(2, (3, 4))
+    with pytest.raises(FrameError):
+        lane.fill(3, TEXT + TEXT)
+    lane.fill(3, (4,))
+    assert lane.filled == 4
