@@ -19,6 +19,7 @@ from benchmarks.methods import PLAIN, Method
 from benchmarks.report import aligned, write
 from benchmarks.runner import Result
 from benchmarks.scenario import HIDDEN, Wan, decode_rate, host_results, run, total, toy_jobs, toy_swarm
+from bloombee_spec.client.measured import HOP_FRAME_BYTES, ID_BYTES
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.decision import DraftCost, Mode, Plan
 from bloombee_spec.plan.route import Route, plain_lap, uniform_route
@@ -28,7 +29,6 @@ from bloombee_spec.plan.throughput import stream_formula
 NETWORKS = (Wan(4, 20.0, 100.0), Wan(4, 50.0, 100.0), Wan(3, 80.0, 10.0))
 DRAFTERS = ((0.5, 4), (0.8, 8), (0.9, 16), (0.95, 32))  # acceptance, candidates in flight
 LAYER_S = 0.005
-ID_BYTES, FRAME_BYTES = 5.0, 12.0
 SEEDS = 8
 
 
@@ -62,7 +62,7 @@ def route(wan: Wan, lap_s: float) -> Route:
     """The configured ring, with the software's own time spread over its legs."""
     ring = uniform_route(
         wan.stages, wan.delay_ms / 1e3, wan.mbps * 1e6, HIDDEN * 4.0, compute=ComputeProfile.flat(0.0),
-        id_bytes=ID_BYTES, frame_bytes=FRAME_BYTES,
+        id_bytes=ID_BYTES, frame_bytes=HOP_FRAME_BYTES,
     )  # fmt: skip
     overhead = max(0.0, (lap_s - plain_lap(ring)) / wan.stages)
     stage = replace(ring.stages[0], compute=ComputeProfile.flat(overhead))

@@ -10,7 +10,7 @@ from importlib import import_module
 
 import bloombee_spec
 
-COMMANDS = ("serve", "generate", "api", "doctor", "patch", "plan")
+COMMANDS = ("serve", "drain", "generate", "api", "doctor", "patch", "plan")
 
 
 def build_parser() -> argparse.ArgumentParser:
