@@ -66,6 +66,9 @@ class SpecConfig:
     resume: bool = True
     """After a failure go on with what the other stages hold, and let a new one get its rows from its neighbour.
     Otherwise everything is computed again."""
+    standby: bool = False
+    """Keep a second server ready for each stage, where there is one, so that a failure costs no computing. It holds
+    cache memory there, and a little bandwidth."""
     moving: str = "auto"
     """What another server is prepared with when one announces to leave: `rows` of the stage before it, its `kv`,
     `auto` whichever is there sooner, or `none`."""

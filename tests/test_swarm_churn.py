@@ -11,7 +11,7 @@ import pytest
 import torch
 from swarm_helpers import load_local, reference, respec
 
-from benchmarks.chaos import Faults, generate, on_route, plugin_client
+from benchmarks.chaos import Faults, Trigger, generate, on_route, plugin_client
 from benchmarks.compare import SPEC_SERVER
 from benchmarks.scenario import toy_jobs
 from benchmarks.swarm import LocalSwarm
@@ -63,6 +63,26 @@ def test_a_server_that_leaves_hands_over_what_it_holds(
     assert stats.resumed >= len(job.ids), "the ring began anew"
     assert all(replicas.servers[victim].peer_id not in line for line in stats.route)
     faults.repair("leave", victim)
+
+
+def test_a_standby_takes_over_with_what_it_was_given_before(
+    replicas: LocalSwarm, model: Any, model_path: Path
+) -> None:
+    (job,) = toy_jobs(1, LONG)
+    respec(model, speculate=False, standby=True)
+    expected = reference(load_local(model_path), job.ids, LONG)
+    ids, faults = torch.tensor([job.ids]), Faults(replicas)
+    with model.inference_session(max_length=len(job.ids) + LONG) as session:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+        victim = on_route(replicas, model, random.Random(0))
+        index = next(i for i, line in enumerate(model.last_stats.route) if replicas.servers[victim].peer_id in line)
+        trigger = Trigger(150, lambda: faults.kinds["kill -9"](victim))
+        out = model.generate(None, max_new_tokens=LONG - 2, streamer=trigger)
+        assert out[0].tolist()[-(LONG - 2) :] == expected[2:] and model.last_stats.retries == 1
+        counted = session.close()[index]
+    respec(model, standby=False)
+    assert counted.computed_rows < 150, "the standby had to compute the text first"
+    faults.repair("kill -9", victim)
 
 
 @pytest.mark.parametrize("fault", ["freeze", "cut", "kill -9"])

@@ -1,43 +1,35 @@
-"""A server announces that it leaves: what it holds goes to another one while decoding goes on, then the ring moves.
+"""Other servers get ready to take a stage over: because its server leaves, or in case that it dies.
 
-Everything here is preparation. Whatever fails, the ring moves without it, and the new server gets the missing rows
-from the stage before it.
+Everything here is preparation, beside decoding. Whatever fails, the ring goes on without it, and a new server gets
+the missing rows from the stage before it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hivemind.utils.logging import get_logger
 
 from bloombee_spec.client.info import StageInfo
 from bloombee_spec.client.kept import Source
-from bloombee_spec.client.peers import known_bandwidth
-from bloombee_spec.client.prefix import prefix_frames
+from bloombee_spec.client.prepared import OPEN_TIMEOUT, Prepared
 from bloombee_spec.client.ring import Ring
-from bloombee_spec.client.stage_link import RingError, RingMoved, StageLink, open_stage
+from bloombee_spec.client.stage_link import RingMoved
 from bloombee_spec.hosts.base import Host, NoRoute, Span
-from bloombee_spec.kv.chunks import KEY_BYTES
-from bloombee_spec.plan.recovery import Recovery
-from bloombee_spec.wire.frames import ControlFrame, encode
-from bloombee_spec.wire.messages import SESSION_BYTES, Open
-from bloombee_spec.wire.moving import Export, Import
-from bloombee_spec.wire.steering import Ping, Pong
-from bloombee_spec.wire.streams import StreamClosed, read_frame
 
 logger = get_logger(__name__)
 
 POLL_S = 0.05
-OPEN_TIMEOUT = 10.0
 PATIENCE = 3.0  # times the estimate of a transfer, after which the ring moves without it
+SHARE = 0.7  # of the time until a server leaves that preparing may take
 LEFT_S = 2.0  # beyond its last moment, for which a server that announced to leave is not routed over
+STANDBY_S, STANDBY_TOKENS = 0.5, 16  # how often standbys are looked after; from so many new tokens on they are filled
+STANDBY_PAUSE_S = 15.0  # until one that failed is tried again
 
 Texts = Callable[[], list[tuple[int, ...]]]
 
@@ -64,9 +56,12 @@ class Mover:
     max_length: int
     adapter: str | None
     way: str = "auto"
+    standby: dict[int, Prepared] = field(default_factory=dict)  # by stage
 
     def __post_init__(self) -> None:
         self._started: set[int] = set()
+
+    # ---------------------------------------------------------------- a server leaves
 
     def leaves(self, index: int, seconds: float) -> None:
         """Stage `index` stops in so many seconds. Returns at once; ends as a `RingMoved` among the ring's events, or
@@ -80,77 +75,91 @@ class Mover:
     def _move(self, index: int, seconds: float) -> None:
         old = self.ring.spans[index]
         try:
-            infos = {peer: info for peer, info in self.infos().items() if peer not in leaving(self.model)}
             texts = self.texts()
-            spans = self.host.route(self.model, list(infos), len(texts) * self.max_length, old.start, old.end)
+            spans, infos = self._others(index, len(texts))
         except (NoRoute, TimeoutError) as e:
             logger.warning(f"{old.peer} leaves, and nobody else serves blocks {old.start}:{old.end}: {e}")
             return
         sources: dict[Span, Source] = {}
         if len(spans) == 1 and self.way != "none" and self.ring.prefilled:
             try:
-                preparing = self._prepare(index, spans[0], infos[spans[0].peer], texts, 0.7 * seconds)
+                preparing = self._prepare(index, spans[0], infos[spans[0].peer], texts, SHARE * seconds)
                 sources = self.host.run(preparing, OPEN_TIMEOUT + seconds)
             except Exception as e:
                 logger.info(f"The move from {old.peer} is not prepared: {e!r}")
         if not self.ring.closed:
             self.ring.events.put(RingMoved(old.peer, sources))
 
+    def _others(self, index: int, lanes: int) -> tuple[list[Span], dict[str, StageInfo]]:
+        """Other servers for the blocks of a stage.
+
+        :raises NoRoute: there are none
+        """
+        old = self.ring.spans[index]
+        away = leaving(self.model) | {old.peer}
+        infos = {peer: info for peer, info in self.infos().items() if peer not in away}
+        spans = self.host.route(self.model, list(infos), lanes * self.max_length, old.start, old.end)
+        return spans, infos
+
     async def _prepare(
         self, index: int, span: Span, info: StageInfo, texts: Sequence[tuple[int, ...]], seconds: float
     ) -> dict[Span, Source]:
-        """Under which name the new server holds the texts, all but the last token."""
-        ring, session = self.ring, secrets.token_bytes(SESSION_BYTES)
-        lengths = [max(0, len(text) - 1) for text in texts]
-        embed = index == 0 and ring.embeds and info.embed
-        request = Open(
-            session=session, stage=index, stages=len(ring.spans), start=span.start, end=span.end, lanes=len(texts),
-            max_length=self.max_length, arena=ring.arena, previous=ring.spans[index - 1].peer if index else None,
-            next=None, verifier=None, listeners=(), embed=embed, verify=False, codec="raw",
-            codec_in=ring.codecs.names[index], adapter=self.adapter, prepared=True, donor=ring.spans[index].peer,
-        )  # fmt: skip
-        link = await asyncio.wait_for(open_stage(self.host.p2p(self.model), request, span), OPEN_TIMEOUT)
-        ring.prepared.append(link)  # stays open until the ring is closed
-        plan = self._plan(index, info, sum(lengths))
-        way = self.way if self.way != "auto" else plan.best
-        if way == "rows" and index == 0 and not embed:
-            way = "kv"  # the rows would be the client's own embeddings
-        for lane, (text, n) in enumerate(zip(texts, lengths)):
-            if n == 0:
-                continue
-            if way == "kv":
-                key = secrets.token_bytes(KEY_BYTES)
-                link.box.put(ControlFrame(Import(lane, 0, text[:n], key).to_wire()))
-                order = Export("kv", span.peer, session, index, lane, 0, n, key)
-                ring.control(order, index)
-            elif index == 0:
-                for frame in prefix_frames(lane, 0, text[:n], 0, link.opened.max_prefill, self.max_length):
-                    link.box.put_bytes(encode(frame))
-            else:
-                ring.control(Export("rows", span.peer, session, index, lane, 0, n), index - 1)
-        deadline = time.monotonic() + min(seconds, 2.0 + PATIENCE * plan.seconds(way))
+        """Under which name the new server holds the texts, as far as they arrived in time."""
+        prepared = self.standby.get(index)
+        if prepared is None or prepared.span != span:
+            prepared = Prepared(self.ring, index, span, info, self.max_length)
+            await prepared.open(self.host.p2p(self.model), len(texts), self.adapter)
+        lengths = [len(text) - 1 for text in texts]
+        deadline = time.monotonic() + min(seconds, 2.0 + PATIENCE * prepared.fill(texts, self.way))
         while time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
-            if all(have >= n for have, n in zip(await _held(link), lengths)):
+            if all(have >= n for have, n in zip(await prepared.look(), lengths)):
                 break
-        return {span: (session, index)}  # whatever has arrived by now
+        return {span: prepared.source}
 
-    def _plan(self, index: int, info: StageInfo, tokens: int) -> Recovery:
-        old, blocks = self.ring.infos[index], self.ring.spans[index].end - self.ring.spans[index].start
-        rows = max(info.row_seconds) if info.row_seconds else 1
-        share = blocks / max(1, info.end - info.start)
-        row_s = share * info.row_seconds.get(rows, 0.0) / rows
-        bandwidth = known_bandwidth(info.peer) or self.ring.meter.bandwidth_into(index)
-        return Recovery(tokens, old.row_bytes, blocks * info.kv_bytes, row_s, bandwidth)
+    # ---------------------------------------------------------------- standby
+
+    def keep_standbys(self) -> None:
+        """Look after a second server for each stage until the ring is closed, in a thread of its own."""
+        threading.Thread(target=self._keep_standbys, name="spec-standby", daemon=True).start()
+
+    def _keep_standbys(self) -> None:
+        not_before = [0.0] * len(self.ring.spans)
+        while not self.ring.closed:
+            time.sleep(STANDBY_S)
+            for index in range(len(self.ring.spans) if self.ring.prefilled else 0):
+                if self.ring.closed or time.monotonic() < not_before[index]:
+                    continue
+                try:
+                    self._look_after(index)
+                except Exception as e:
+                    logger.debug(f"No standby for stage {index}: {e!r}")
+                    self.standby.pop(index, None)
+                    not_before[index] = time.monotonic() + STANDBY_PAUSE_S
+
+    def _look_after(self, index: int) -> None:
+        texts = self.texts()
+        prepared = self.standby.get(index)
+        if prepared is None:
+            spans, infos = self._others(index, len(texts))
+            if len(spans) != 1:
+                raise NoRoute(f"no single server for stage {index}")
+            prepared = Prepared(self.ring, index, spans[0], infos[spans[0].peer], self.max_length)
+            opening = prepared.open(self.host.p2p(self.model), len(texts), self.adapter)
+            self.host.run(opening, OPEN_TIMEOUT + 1)
+            self.standby[index] = prepared
+        held = self.host.run(prepared.look(), OPEN_TIMEOUT + 1)
+        if any(len(text) - 1 - n >= STANDBY_TOKENS for text, n in zip(texts, held)):
+            self.host.run(_filled(prepared, texts, self.way), OPEN_TIMEOUT)
+
+    def replacement(self, peer: str | None) -> dict[Span, Source]:
+        """What was held ready for the stages of a server that is gone."""
+        return {
+            prepared.span: prepared.source
+            for index, prepared in self.standby.items()
+            if self.ring.spans[index].peer == peer
+        }
 
 
-async def _held(link: StageLink) -> tuple[int, ...]:
-    """:raises RingError: the new server gave up"""
-    link.box.put(ControlFrame(Ping().to_wire()))
-    with contextlib.suppress(StreamClosed):
-        while isinstance(frame := await read_frame(link.reader, OPEN_TIMEOUT, link.received), ControlFrame):
-            if frame.message.get("kind") == "Pong":
-                return Pong.from_wire(frame.message).held
-            if frame.message.get("kind") == "Failure":
-                break
-    raise RingError(f"{link.span.peer} gave the prepared session up", link.span.peer)
+async def _filled(prepared: Prepared, texts: Sequence[tuple[int, ...]], way: str) -> None:
+    prepared.fill(texts, "auto" if way == "none" else way)

@@ -6,8 +6,8 @@ import asyncio
 import queue
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from bloombee_spec.client.codecs import LinkCodecs
 from bloombee_spec.client.info import StageInfo
@@ -22,6 +22,9 @@ from bloombee_spec.wire.messages import SESSION_BYTES, Close, Link, Open
 from bloombee_spec.wire.moving import Leaving
 from bloombee_spec.wire.steering import Failure, Ping, Report, Rule, Statistics, UseCodec
 from bloombee_spec.wire.streams import StreamClosed, read_frame
+
+if TYPE_CHECKING:
+    from bloombee_spec.client.moving import Mover
 
 CLOSE_TIMEOUT, ABANDON_TIMEOUT = 5.0, 2.0
 
@@ -51,7 +54,7 @@ class Ring:
         self.prepared: list[StageLink] = []  # to servers that get ready to take a stage over
         self._closing: list[asyncio.Future[None]] = []  # tasks need somebody who remembers them
         self.prefilled = False  # the stages hold the prompt
-        self.on_leaving: Callable[[int, float], None] = lambda index, seconds: None
+        self.mover: Mover | None = None  # prepares other servers, where somebody wants that
 
     @classmethod
     def open(
@@ -228,7 +231,9 @@ class Ring:
                     self.meter.reported(index, Report.from_wire(frame.message))
                     self._choose_codec(index)
                 elif frame.message.get("kind") == "Leaving":
-                    self.on_leaving(index, Leaving.from_wire(frame.message).seconds)
+                    message = Leaving.from_wire(frame.message)
+                    if self.mover is not None:
+                        self.mover.leaves(index, message.seconds)
                 elif frame.message.get("kind") == "Statistics":
                     stage.statistics = Statistics.from_wire(frame.message)
                     return

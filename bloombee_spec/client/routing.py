@@ -97,12 +97,15 @@ def open_ring(
 def watch_leaving(
     host: Host, model: Any, config: SpecConfig, ring: Ring, texts: Callable[[], list[tuple[int, ...]]], max_length: int
 ) -> None:
-    """When a server of the ring announces that it leaves, prepare another one and move there."""
+    """When a server of the ring announces that it leaves, prepare another one and move there; with `config.standby`,
+    have another one ready for each."""
     mover = Mover(
         host, model, ring, lambda: plugin_servers(host, model), texts, max_length,
         getattr(model.config, "active_adapter", None), config.moving,
     )  # fmt: skip
-    ring.on_leaving = mover.leaves
+    ring.mover = mover
+    if config.standby:
+        mover.keep_standbys()
 
 
 def _route(host: Host, model: Any, infos: Mapping[str, StageInfo], cache_tokens: int, kept: Kept | None) -> list[Span]:

@@ -1,5 +1,4 @@
-"""A session of the drop-in class: several `generate` calls over one ring or relay, and the host's session where
-needed."""
+"""A session of the drop-in class: several `generate` calls over one ring or relay, and the host's own where needed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from hivemind.utils.logging import get_logger
 from bloombee_spec.client.arguments import UnsupportedCall
 from bloombee_spec.client.collect import collect
 from bloombee_spec.client.decoder import RingDecoder
-from bloombee_spec.client.kept import Kept
+from bloombee_spec.client.kept import Kept, Source
 from bloombee_spec.client.output import padded
 from bloombee_spec.client.relay import RelayDecoder
 from bloombee_spec.client.ring import Ring
@@ -27,17 +26,15 @@ from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
-from bloombee_spec.hosts.base import Host, NoRoute
+from bloombee_spec.hosts.base import Host, NoRoute, Span
 
 logger = get_logger(__name__)
 
-BAN_S = 60.0  # seconds after a failure, in which a server that is missing may be one that the host has banned
 BROKEN_TIMEOUT = 0.5  # seconds to say goodbye to the stages of a broken ring
 
 
 class SpecSession:
-    """What `model.inference_session(max_length=…)` gives; a context manager, and a stand-in for the host's own
-    session.
+    """What `model.inference_session(max_length=…)` gives; a context manager that stands in for the host's own.
 
     :param max_length: most tokens per row, prompts included
     """
@@ -103,21 +100,15 @@ class SpecSession:
             except RingMoved as e:
                 self._lost = self.tallies or [Tally()]
                 self._lost[0].moves += 1
-                self._drop_ring(keep=True)
-                if self._kept is not None:
-                    self._kept.drop(e.peer)
-                    self._kept.sources |= e.sources
+                self._leave_ring(e.peer, e.sources)
                 logger.info(f"{e}: the ring goes on over another server")
             except RingError as e:
                 self._host.on_failure(self._model, e.peer)
-                if e.peer is not None:
-                    self._model.__dict__["_spec_failed_at"] = time.monotonic()
                 retries += 1
                 self._lost = self.tallies or [Tally()]
                 self._lost[0].retries = retries
-                self._drop_ring(keep=True)
-                if self._kept is not None:
-                    self._kept.drop(e.peer)
+                mover = None if self._ring is None else self._ring.mover
+                self._leave_ring(e.peer, {} if mover is None else mover.replacement(e.peer))
                 if retries > self._config.max_retries or not e.retriable:
                     raise
                 # At once where a server is to blame, who is avoided from now on; else ever later, not all at a time.
@@ -175,8 +166,8 @@ class SpecSession:
                 watch_leaving(self._host, self._model, config, ring, decoder.texts, self._max_length)
                 return decoder
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
-                banned = time.monotonic() - self._model.__dict__.get("_spec_failed_at", -BAN_S) < BAN_S
-                if not last and (self._lost or (banned and isinstance(e, NoRoute))):  # bans end, servers come back
+                banned = isinstance(e, NoRoute) and self._host.has_bans(self._model)
+                if not last and (self._lost or banned):  # bans end, servers come back
                     raise RingError(str(e)) from None
                 if self._config.rule != "keyed":
                     raise UnsupportedCall(f"the rule {self._config.rule} works with the plugin only: {e}") from None
@@ -188,6 +179,13 @@ class SpecSession:
             how = "Speculating" if self._host.can_rewind else f"No speculation ({self._host.name} cannot step back)"
             logger.info(f"{how} in relay mode, through the host's own sessions: {reason}")
         return RelayDecoder(self._host, self._model, config, **sizes, new_drafter=drafters)
+
+    def _leave_ring(self, peer: str | None, ready: dict[Span, Source]) -> None:
+        """For another one without `peer`, with what other servers were made `ready` with."""
+        self._drop_ring(keep=True)
+        if self._kept is not None:
+            self._kept.drop(peer)
+            self._kept.sources |= ready
 
     def _drop_ring(self, keep: bool) -> None:
         """:param keep: another one is going to continue the text"""

@@ -83,6 +83,10 @@ class Host(ABC):
     def on_failure(self, model: Any, peer: str | None) -> None: ...
 
     @abstractmethod
+    def has_bans(self, model: Any) -> bool:
+        """Whether a server that is missing may be one that the host's routing avoids for a while after a failure."""
+
+    @abstractmethod
     def on_success(self, model: Any, peer: str) -> None: ...
 
     @abstractmethod

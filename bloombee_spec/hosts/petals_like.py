@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib import import_module, metadata
@@ -21,6 +22,8 @@ from bloombee_spec.hosts.sessions import CLOSE_TIMEOUT, FailFast, aclose
 from bloombee_spec.server.config import SpecServerConfig
 
 logger = get_logger(__name__)
+
+BAN_S = 60.0  # longest time for which a server is avoided after one failure
 
 
 class PetalsLikeHost(Host):
@@ -88,11 +91,17 @@ class PetalsLikeHost(Host):
         return [Span(span.peer_id.to_base58(), span.start, span.end) for span in spans]
 
     def on_failure(self, model: Any, peer: str | None) -> None:
+        if peer is not None:
+            model.__dict__["_spec_failed_at"] = time.monotonic()
         with _restricting:
             managers = (_manager(model), *_restricted_managers(model).values())
         for manager in managers:
             manager.on_request_failure(None if peer is None else PeerID.from_base58(peer))
             manager.update(wait=False)  # by itself it would go on routing over the peer for a minute
+
+    def has_bans(self, model: Any) -> bool:
+        failed_at: float = model.__dict__.get("_spec_failed_at", -BAN_S)
+        return time.monotonic() - failed_at < BAN_S
 
     def on_success(self, model: Any, peer: str) -> None:
         _manager(model).on_request_success(PeerID.from_base58(peer))

@@ -1,0 +1,117 @@
+"""A session at another server that is filled with what a stage of the ring holds, so that it can take the stage
+over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from bloombee_spec.client.info import StageInfo
+from bloombee_spec.client.kept import Source
+from bloombee_spec.client.peers import known_bandwidth
+from bloombee_spec.client.prefix import prefix_frames
+from bloombee_spec.client.ring import Ring
+from bloombee_spec.client.stage_link import RingError, StageLink, open_stage
+from bloombee_spec.hosts.base import Span
+from bloombee_spec.kv.chunks import KEY_BYTES
+from bloombee_spec.plan.recovery import Recovery
+from bloombee_spec.wire.frames import ControlFrame, encode
+from bloombee_spec.wire.messages import SESSION_BYTES, Open
+from bloombee_spec.wire.moving import Export, Import
+from bloombee_spec.wire.steering import Ping, Pong
+from bloombee_spec.wire.streams import StreamClosed, read_frame
+
+OPEN_TIMEOUT = 10.0
+
+
+class Prepared:
+    """Event loop only. Its stream stays open until the ring is closed.
+
+    :param span: blocks of stage `index`, at the other server, of which `info` tells more
+    """
+
+    def __init__(self, ring: Ring, index: int, span: Span, info: StageInfo, max_length: int):
+        self.span, self.index = span, index
+        self._ring, self._info, self._max_length = ring, info, max_length
+        self._session = secrets.token_bytes(SESSION_BYTES)
+        self._embeds = index == 0 and ring.embeds and info.embed
+        self._link: StageLink | None = None
+        self.held: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> Source:
+        return self._session, self.index
+
+    async def open(self, p2p: Any, lanes: int, adapter: str | None) -> None:
+        """:raises RingError: the server refuses
+        :raises asyncio.TimeoutError: it does not answer
+        """
+        ring, index = self._ring, self.index
+        request = Open(
+            session=self._session, stage=index, stages=len(ring.spans), start=self.span.start, end=self.span.end,
+            lanes=lanes, max_length=self._max_length, arena=ring.arena,
+            previous=ring.spans[index - 1].peer if index else None, next=None, verifier=None, listeners=(),
+            embed=self._embeds, verify=False, codec="raw", codec_in=ring.codecs.names[index], adapter=adapter,
+            prepared=True, donor=ring.spans[index].peer,
+        )  # fmt: skip
+        self._link = await asyncio.wait_for(open_stage(p2p, request, self.span), OPEN_TIMEOUT)
+        self.held = (0,) * lanes
+        ring.prepared.append(self._link)
+
+    def fill(self, texts: Sequence[Sequence[int]], way: str) -> float:
+        """Have it sent what it lacks of the texts' rows, all but the last one's.
+
+        :param way: `rows`, `kv` or `auto`
+        :returns: seconds that this should take
+        """
+        assert self._link is not None
+        ring, index = self._ring, self.index
+        missing = [max(0, len(text) - 1 - n) for text, n in zip(texts, self.held)]
+        recovery = self._recovery(sum(missing))
+        way = recovery.best if way == "auto" else way
+        if index == 0 and not self._embeds:
+            way = "kv"  # the rows would be the client's own embeddings
+        for lane, (text, start, n) in enumerate(zip(texts, self.held, missing)):
+            if n == 0:
+                continue
+            if way == "kv":
+                key = secrets.token_bytes(KEY_BYTES)
+                tokens = tuple(text[start : start + n])
+                self._link.box.put(ControlFrame(Import(lane, start, tokens, key).to_wire()))
+                order = Export("kv", self.span.peer, self._session, index, lane, start, start + n, key)
+                ring.control(order, index)
+            elif index == 0:
+                chunk = self._link.opened.max_prefill
+                for frame in prefix_frames(lane, 0, text[: start + n], start, chunk, self._max_length):
+                    self._link.box.put_bytes(encode(frame))
+            else:
+                order = Export("rows", self.span.peer, self._session, index, lane, start, start + n)
+                ring.control(order, index - 1)
+        return recovery.seconds(way)
+
+    async def look(self) -> tuple[int, ...]:
+        """By lane, the tokens that it holds now.
+
+        :raises RingError: the server gave the session up
+        """
+        assert self._link is not None
+        link = self._link
+        with contextlib.suppress(StreamClosed):
+            link.box.put(ControlFrame(Ping().to_wire()))
+            while isinstance(frame := await read_frame(link.reader, OPEN_TIMEOUT, link.received), ControlFrame):
+                if frame.message.get("kind") == "Pong":
+                    self.held = Pong.from_wire(frame.message).held
+                    return self.held
+                if frame.message.get("kind") == "Failure":
+                    break
+        raise RingError(f"{self.span.peer} gave the prepared session up", self.span.peer)
+
+    def _recovery(self, tokens: int) -> Recovery:
+        info, blocks = self._info, self.span.end - self.span.start
+        rows = max(info.row_seconds) if info.row_seconds else 1
+        row_s = blocks / max(1, info.end - info.start) * info.row_seconds.get(rows, 0.0) / rows
+        bandwidth = known_bandwidth(info.peer) or self._ring.meter.bandwidth_into(self.index)
+        return Recovery(tokens, info.row_bytes, blocks * info.kv_bytes, row_s, bandwidth)
