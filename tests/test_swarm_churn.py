@@ -45,44 +45,45 @@ def model(replicas: LocalSwarm) -> Iterator[Any]:
     found.close()
 
 
-@pytest.mark.parametrize("way", ["rows", "kv"])
-def test_a_server_that_leaves_hands_over_what_it_holds(
-    replicas: LocalSwarm, model: Any, model_path: Path, way: str
-) -> None:
-    faults, rng = Faults(replicas), random.Random(way)
+def strike(replicas: LocalSwarm, model: Any, model_path: Path, fault: str, at: int) -> Any:
+    """Decode `LONG` tokens and hit a server of the route after `at` of them; the text must be the same.
+
+    :returns: what the stage in the place of the one that was hit counted afterwards
+    """
     (job,) = toy_jobs(1, LONG)
-    respec(model, speculate=False, moving=way)  # plainly, so that there are laps left to move in
+    expected, faults = reference(load_local(model_path), job.ids, LONG), Faults(replicas)
     ids = torch.tensor([job.ids])
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)  # shows the route
-    victim = on_route(replicas, model, rng)
-    expected = reference(load_local(model_path), job.ids, LONG)
-    outcome = generate(model, job.ids, expected, "leave", 8, lambda: faults.kinds["leave"](victim), "plugin")
-    stats = model.last_stats
-    assert outcome.error == "" and outcome.identical
-    assert stats.moves == 1 and stats.retries == 0 and stats.tokens == LONG
-    assert stats.resumed >= len(job.ids), "the ring began anew"
-    assert all(replicas.servers[victim].peer_id not in line for line in stats.route)
-    faults.repair("leave", victim)
+    with model.inference_session(max_length=len(job.ids) + LONG) as session:
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+        victim = on_route(replicas, model, random.Random(0))
+        index = next(i for i, line in enumerate(model.last_stats.route) if replicas.servers[victim].peer_id in line)
+        trigger = Trigger(at, lambda: faults.kinds[fault](victim))
+        out = model.generate(None, max_new_tokens=LONG - 2, streamer=trigger)
+        assert out[0].tolist() == expected[2:]
+        assert model.last_stats.resumed >= len(job.ids), "the ring began anew"
+        assert all(replicas.servers[victim].peer_id not in line for line in model.last_stats.route)
+        counted = session.close()[index]
+    faults.repair(fault, victim)
+    return counted
 
 
 def test_a_standby_takes_over_with_what_it_was_given_before(
     replicas: LocalSwarm, model: Any, model_path: Path
 ) -> None:
-    (job,) = toy_jobs(1, LONG)
     respec(model, speculate=False, standby=True)
-    expected = reference(load_local(model_path), job.ids, LONG)
-    ids, faults = torch.tensor([job.ids]), Faults(replicas)
-    with model.inference_session(max_length=len(job.ids) + LONG) as session:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
-        victim = on_route(replicas, model, random.Random(0))
-        index = next(i for i, line in enumerate(model.last_stats.route) if replicas.servers[victim].peer_id in line)
-        trigger = Trigger(150, lambda: faults.kinds["kill -9"](victim))
-        out = model.generate(None, max_new_tokens=LONG - 2, streamer=trigger)
-        assert out[0].tolist()[-(LONG - 2) :] == expected[2:] and model.last_stats.retries == 1
-        counted = session.close()[index]
+    counted = strike(replicas, model, model_path, "kill -9", 150)
+    assert model.last_stats.retries == 1
     respec(model, standby=False)
     assert counted.computed_rows < 150, "the standby had to compute the text first"
-    faults.repair("kill -9", victim)
+
+
+@pytest.mark.parametrize("way", ["rows", "kv"])
+def test_a_server_that_leaves_hands_over_what_it_holds(
+    replicas: LocalSwarm, model: Any, model_path: Path, way: str
+) -> None:
+    respec(model, speculate=False, moving=way)  # plainly, so that there are laps left to move in
+    strike(replicas, model, model_path, "leave", 8)
+    assert model.last_stats.moves == 1 and model.last_stats.retries == 0
 
 
 @pytest.mark.parametrize("fault", ["freeze", "cut", "kill -9"])

@@ -29,7 +29,7 @@ PATIENCE = 3.0  # times the estimate of a transfer, after which the ring moves w
 SHARE = 0.7  # of the time until a server leaves that preparing may take
 LEFT_S = 2.0  # beyond its last moment, for which a server that announced to leave is not routed over
 STANDBY_S, STANDBY_TOKENS = 0.5, 16  # how often standbys are looked after; from so many new tokens on they are filled
-STANDBY_PAUSE_S = 15.0  # until one that failed is tried again
+STANDBY_PAUSE_S = 5.0  # until one that failed is tried again
 
 Texts = Callable[[], list[tuple[int, ...]]]
 
