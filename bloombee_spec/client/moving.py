@@ -25,7 +25,6 @@ from bloombee_spec.hosts.base import Host, NoRoute, Span
 logger = get_logger(__name__)
 
 POLL_S = 0.05
-PATIENCE = 3.0  # times the estimate of a transfer, after which the ring moves without it
 SHARE = 0.7  # of the time until a server leaves that preparing may take
 LEFT_S = 2.0  # beyond its last moment, for which a server that announced to leave is not routed over
 STANDBY_S, STANDBY_TOKENS = 0.5, 16  # how often standbys are looked after; from so many new tokens on they are filled
@@ -110,7 +109,7 @@ class Mover:
             prepared = Prepared(self.ring, index, span, info, self.max_length)
             await prepared.open(self.host.p2p(self.model), len(texts), self.adapter)
         lengths = [len(text) - 1 for text in texts]
-        deadline = time.monotonic() + min(seconds, 2.0 + PATIENCE * prepared.fill(texts, self.way))
+        deadline = time.monotonic() + min(seconds, prepared.fill(texts, self.way))
         while time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
             if all(have >= n for have, n in zip(await prepared.look(), lengths)):
@@ -128,7 +127,7 @@ class Mover:
         while not self.ring.closed:
             time.sleep(STANDBY_S)
             for index in range(len(self.ring.spans) if self.ring.prefilled else 0):
-                if self.ring.closed or time.monotonic() < not_before[index]:
+                if self.ring.closed or index in self._started or time.monotonic() < not_before[index]:
                     continue
                 try:
                     self._look_after(index)
@@ -149,7 +148,7 @@ class Mover:
             self.host.run(opening, OPEN_TIMEOUT + 1)
             self.standby[index] = prepared
         held = self.host.run(prepared.look(), OPEN_TIMEOUT + 1)
-        if any(len(text) - 1 - n >= STANDBY_TOKENS for text, n in zip(texts, held)):
+        if not prepared.busy and any(len(text) - 1 - n >= STANDBY_TOKENS for text, n in zip(texts, held)):
             self.host.run(_filled(prepared, texts, self.way), OPEN_TIMEOUT)
 
     def replacement(self, peer: str | None) -> dict[Span, Source]:

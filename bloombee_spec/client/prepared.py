@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from bloombee_spec.wire.steering import Ping, Pong
 from bloombee_spec.wire.streams import StreamClosed, read_frame
 
 OPEN_TIMEOUT = 10.0
+GRACE_S, PATIENCE = 2.0, 3.0  # a transfer is given up after GRACE_S + PATIENCE times its estimate
 
 
 class Prepared:
@@ -40,6 +42,14 @@ class Prepared:
         self._embeds = index == 0 and ring.embeds and info.embed
         self._link: StageLink | None = None
         self.held: tuple[int, ...] = ()
+        self._due: tuple[int, ...] = ()  # what was ordered, and when it should surely be there
+        self._due_at = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """What was ordered is still on its way, as far as one can tell."""
+        late = time.monotonic() > self._due_at
+        return not late and any(have < due for have, due in zip(self.held, self._due))
 
     @property
     def source(self) -> Source:
@@ -65,7 +75,7 @@ class Prepared:
         """Have it sent what it lacks of the texts' rows, all but the last one's.
 
         :param way: `rows`, `kv` or `auto`
-        :returns: seconds that this should take
+        :returns: seconds after which nothing more is to be hoped for
         """
         assert self._link is not None
         ring, index = self._ring, self.index
@@ -90,7 +100,10 @@ class Prepared:
             else:
                 order = Export("rows", self.span.peer, self._session, index, lane, start, start + n)
                 ring.control(order, index - 1)
-        return recovery.seconds(way)
+        patience = GRACE_S + PATIENCE * recovery.seconds(way)
+        self._due = tuple(n + more for n, more in zip(self.held, missing))
+        self._due_at = time.monotonic() + patience
+        return patience
 
     async def look(self) -> tuple[int, ...]:
         """By lane, the tokens that it holds now.
