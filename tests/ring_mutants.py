@@ -118,4 +118,4 @@ MUTANTS = [
     Mutant("rows that are yet to be moved are moved for the next session", Lane, "resumed", "lane._moves = [", "lane._moves = [] and [", shape={"arena": 8}, game={**BREAK, "hit": 0.9}),
     Mutant("only computed rows are gone on with", Lane, "resumed", "length = min(length, old.filled)", "length = min(length, old.tree.length)", game=BREAK),
     Mutant("the log keeps the rows of candidates that are committed", Lane, "_commit", "self.log.put(commit.position, row.output[None])", "pass", game={**BREAK, "hit": 0.9}),
-]
+]  # fmt: skip
