@@ -30,9 +30,10 @@ class NoPluginRoute(RuntimeError):
 
 
 def plugin_servers(host: Host, model: Any) -> dict[str, StageInfo]:
-    """Servers that answered `rpc_spec_info`, by base58 peer id; answers are kept for a minute per model."""
+    """Servers that answered `rpc_spec_info`, by base58 peer id; answers are kept for a minute per model. A server that
+    just failed is not asked: it may be one that never answers."""
     known: dict[str, tuple[float, StageInfo | None]] = model.__dict__.setdefault("_spec_server_infos", {})
-    servers = host.servers(model)
+    servers = [peer for peer in host.servers(model) if not host.is_banned(model, peer)]
     now = time.monotonic()
     asked = [
         peer

@@ -86,7 +86,7 @@ class Transfers:
             else:
                 await self._send_kv(session, order, box)
             await box.room(0, STUCK_S)
-        except (StreamClosed, CodecError, ValueError) as e:
+        except (StreamClosed, CodecError, ValueError, RuntimeError) as e:  # the last one: the session ended
             logger.info(f"A transfer to {order.peer} ended early: {e}")
         finally:
             await box.aclose(STUCK_S)
