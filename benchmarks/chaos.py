@@ -96,7 +96,8 @@ class Faults:
 
 
 class Trigger:
-    """A streamer that does something once, after so many tokens, and keeps the times of all."""
+    """A streamer that does something once, after so many tokens (0: as the prompt is sent), and keeps the times of
+    all."""
 
     def __init__(self, at: int, action: Callable[[], None]):
         self._at, self._action = at, action
@@ -106,6 +107,8 @@ class Trigger:
     def put(self, _: Any) -> None:
         if self._prompt:
             self._prompt = False
+            if self._at == 0:
+                self._action()
             return
         self.times.append(time.monotonic())
         if len(self.times) == self._at:
@@ -118,7 +121,7 @@ class Trigger:
     @property
     def stall_s(self) -> float:
         """Longest wait for a token after the fault."""
-        after = self.times[self._at - 1 :]
+        after = self.times[max(0, self._at - 1) :]
         return max((b - a for a, b in pairwise(after)), default=0.0)
 
 
