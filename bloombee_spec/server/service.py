@@ -150,13 +150,14 @@ class SpecService(ServicerBase):
                     self._wake()
                     session.report(self._compute())
                 elif frame.message.get("kind") == "Close":
-                    session.keep = session.keep or Close.from_wire(frame.message).keep
+                    session.keep = Close.from_wire(frame.message).keep
                     session.client_box.put(ControlFrame(session.statistics().to_wire()))
                     session.end()
                     return
                 else:
                     await self._control(session, frame.message)
         except StreamClosed:
+            session.keep = False  # the client is gone; whatever neighbours it lost, it lost because of that
             session.end()
         except asyncio.TimeoutError:
             session.fail(f"no frame from the client for {self._idle_timeout:.0f} s")
