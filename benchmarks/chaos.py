@@ -42,7 +42,7 @@ from bloombee_spec.server.service import SpecService
 
 BLOCKS = 8
 LIMIT_S = 90.0  # for a generation with a fault
-PARKED_S = 35.0  # until servers have given up what nobody came back for
+PARKED_S = 15.0  # until servers have given up what nobody came back for
 JUMP_S = 0.4  # one-way delay after a delay jump
 
 

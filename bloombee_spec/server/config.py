@@ -33,7 +33,7 @@ class SpecServerConfig:
     """Seconds without any frame from the client after which a session is closed."""
     alloc_timeout: float = 60.0
     """Longest wait for KV cache memory, in seconds."""
-    park_timeout: float = 30.0
+    park_timeout: float = 10.0
     """Seconds for which the KV of a session that lost a neighbour is kept, so that the client can go on with it."""
     leave_timeout: float = 20.0
     """Longest time, in seconds, for which a server that is told to stop goes on serving, so that sessions can move."""
