@@ -13,6 +13,7 @@ from swarm_helpers import load_local, reference, respec
 
 from benchmarks.chaos import Faults, Trigger, generate, on_route, plugin_client
 from benchmarks.compare import SPEC_SERVER
+from benchmarks.recovery import forgive
 from benchmarks.scenario import toy_jobs
 from benchmarks.swarm import LocalSwarm
 from benchmarks.toy_models import make_toy_llama
@@ -64,6 +65,7 @@ def strike(replicas: LocalSwarm, model: Any, model_path: Path, fault: str, at: i
         assert all(replicas.servers[victim].peer_id not in line for line in model.last_stats.route)
         counted = session.close()[index]
     faults.repair(fault, victim)
+    forgive(model, replicas.servers[victim].peer_id)
     return counted
 
 

@@ -24,7 +24,7 @@ from bloombee_spec.hosts.base import Host, NoRoute, Span
 
 logger = get_logger(__name__)
 
-POLL_S = 0.05
+POLL_S, LOOK_S = 0.05, 1.0  # how often a prepared session, or the swarm, is looked at
 SHARE = 0.7  # of the time until a server leaves that preparing may take
 LEFT_S = 2.0  # beyond its last moment, for which a server that announced to leave is not routed over
 STANDBY_S, STANDBY_TOKENS = 0.5, 16  # how often standbys are looked after; from so many new tokens on they are filled
@@ -73,16 +73,24 @@ class Mover:
 
     def _move(self, index: int, seconds: float) -> None:
         old = self.ring.spans[index]
-        try:
-            texts = self.texts()
-            spans, infos = self._others(index, len(texts))
-        except (NoRoute, TimeoutError) as e:
-            logger.warning(f"{old.peer} leaves, and nobody else serves blocks {old.start}:{old.end}: {e}")
-            return
+        end = time.monotonic() + SHARE * seconds
+        while True:
+            try:
+                texts = self.texts()
+                spans, infos = self._others(index, len(texts))
+                break
+            except (NoRoute, TimeoutError) as e:  # another one may just be starting up
+                if time.monotonic() > end or self.ring.closed:
+                    logger.warning(f"{old.peer} leaves, and nobody else serves blocks {old.start}:{old.end}: {e}")
+                    return
+            self.host.on_failure(self.model, None)  # makes the host's routing look again
+            time.sleep(LOOK_S)
         sources: dict[Span, Source] = {}
         if len(spans) == 1 and self.way != "none" and self.ring.prefilled:
             try:
-                preparing = self._prepare(index, spans[0], infos[spans[0].peer], texts, SHARE * seconds)
+                preparing = self._prepare(
+                    index, spans[0], infos[spans[0].peer], texts, max(0.0, end - time.monotonic())
+                )
                 sources = self.host.run(preparing, OPEN_TIMEOUT + seconds)
             except Exception as e:
                 logger.info(f"The move from {old.peer} is not prepared: {e!r}")

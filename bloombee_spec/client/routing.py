@@ -30,10 +30,9 @@ class NoPluginRoute(RuntimeError):
 
 
 def plugin_servers(host: Host, model: Any) -> dict[str, StageInfo]:
-    """Servers that answered `rpc_spec_info`, by base58 peer id; answers are kept for a minute per model. A server that
-    just failed is not asked: it may be one that never answers."""
+    """Servers that answered `rpc_spec_info`, by base58 peer id; answers are kept for a minute per model."""
     known: dict[str, tuple[float, StageInfo | None]] = model.__dict__.setdefault("_spec_server_infos", {})
-    servers = [peer for peer in host.servers(model) if not host.is_banned(model, peer)]
+    servers = host.servers(model)
     now = time.monotonic()
     asked = [
         peer

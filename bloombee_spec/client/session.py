@@ -166,7 +166,7 @@ class SpecSession:
                 watch_leaving(self._host, self._model, config, ring, decoder.texts, self._max_length)
                 return decoder
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
-                banned = self._host.has_bans(self._model)
+                banned = isinstance(e, NoRoute) and self._host.has_bans(self._model)
                 if not last and (self._lost or banned):  # bans end, servers come back
                     raise RingError(str(e)) from None
                 if self._config.rule != "keyed":

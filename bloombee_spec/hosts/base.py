@@ -87,10 +87,6 @@ class Host(ABC):
         """Whether a server that is missing may be one that the host's routing avoids for a while after a failure."""
 
     @abstractmethod
-    def is_banned(self, model: Any, peer: str) -> bool:
-        """Whether the host's routing avoids this server now."""
-
-    @abstractmethod
     def on_success(self, model: Any, peer: str) -> None: ...
 
     @abstractmethod

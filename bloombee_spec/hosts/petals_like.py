@@ -103,9 +103,6 @@ class PetalsLikeHost(Host):
         failed_at: float = model.__dict__.get("_spec_failed_at", -BAN_S)
         return time.monotonic() - failed_at < BAN_S
 
-    def is_banned(self, model: Any, peer: str) -> bool:
-        return PeerID.from_base58(peer) in _manager(model).state.banned_peers
-
     def on_success(self, model: Any, peer: str) -> None:
         _manager(model).on_request_success(PeerID.from_base58(peer))
 

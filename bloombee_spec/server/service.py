@@ -1,10 +1,8 @@
 """The RPC surface of a stage, beside the host's own handlers: `rpc_spec_info`, and one framed stream per neighbour.
 
 Streams are opened through libp2p, so the other side's peer id is authenticated. The first frame says what a stream is:
-`Open` (a
-client's control stream, which owns the session: when it ends, the session ends) or `Hello` (activations from the
-predecessor,
-commits from the verifier).
+`Open` (a client's control stream, which owns the session: when it ends, the session ends) or `Hello` (activations from
+the predecessor, commits from the verifier, KV from a donor).
 """
 
 from __future__ import annotations
@@ -252,8 +250,10 @@ class SpecService(ServicerBase):
         if session is None or announced[hello.role] != peer:
             raise FrameError(f"{peer} is not the announced sender of {hello.role} in this session")
         sender = session.open.stage - 1 if hello.role == DATA else session.open.stages - 1
-        session.ledger.keep(hello.role, sender, traffic, outgoing=False)
-        answered = session.ledger.of(hello.role, sender, outgoing=True)
+        answered = Traffic()
+        if hello.role != KV:  # the ledger is of the ring's own streams
+            session.ledger.keep(hello.role, sender, traffic, outgoing=False)
+            answered = session.ledger.of(hello.role, sender, outgoing=True)
         writer.write(framed(ControlFrame(Linked().to_wire()), answered))  # times the round trip
         closing = asyncio.ensure_future(session.closed.wait())
         if hello.role == KV:
