@@ -262,9 +262,9 @@ def test_a_cut_link_between_stages_is_told_by_its_ends(model: Any, swarm: Any) -
     try:
         stage = swarm.servers[ROUTES[4][0]].module_container.spec.stage
         (session,) = stage.sessions.values()
-        wait_until(lambda: bool(session.links), "the stages link")
-        session.loop.call_soon_threadsafe(lambda: session.links[0].task.cancel())
-        session.loop.call_soon_threadsafe(session.links[0]._writer.close)
+        wait_until(lambda: bool(session.outgoing.links), "the stages link")
+        session.loop.call_soon_threadsafe(lambda: session.outgoing.links[0].task.cancel())
+        session.loop.call_soon_threadsafe(session.outgoing.links[0]._writer.close)
         failure = ring.events.get(timeout=20)
         assert "lost stage" in str(failure)
         assert failure.peer in (ring.spans[0].peer, ring.spans[1].peer)

@@ -222,8 +222,8 @@ class StageSession:
     def lost(self, stage: int, reason: str) -> None:
         """A neighbour hung up: fail, unless within a moment the client, who hears the neighbour's own reason or is
         closing all stages, ends the session. Event loop only."""
-        self.keep = True  # the client may find another neighbour
         if self._losing is None and not self.dead:
+            self.keep = True  # the client may find another neighbour
             self._losing = self.loop.call_later(NEIGHBOUR_GRACE, self.fail, reason, stage)
 
     def give_holding(self) -> Holding | None:
