@@ -195,20 +195,19 @@ def on_route(swarm: LocalSwarm, model: Any, rng: random.Random) -> int:
     return rng.choice([i for i, server in enumerate(swarm.servers) if server.peer_id in peers])
 
 
-def cache_in_use(model: Any) -> list[int]:
-    """Bytes of KV cache that servers have given out, by server."""
+def free_cache(model: Any) -> dict[str, int]:
+    """Bytes of KV cache that servers have left, by peer."""
     host = model._spec_host
     p2p, peers = host.p2p(model), list(host.servers(model))
 
     async def ask(peer: str) -> int:
         reply = await SpecService.get_stub(p2p, PeerID.from_base58(peer)).rpc_spec_info(runtime_pb2.ExpertUID())
-        info = msgpack.unpackb(reply.serialized_info)
-        return int(info["cache_bytes"] - info["cache_bytes_left"])
+        return int(msgpack.unpackb(reply.serialized_info)["cache_bytes_left"])
 
-    async def ask_all() -> list[int]:
-        return list(await asyncio.gather(*map(ask, peers)))
+    async def ask_all() -> dict[str, int]:
+        return dict(zip(peers, await asyncio.gather(*map(ask, peers))))
 
-    return list(host.run(ask_all(), 30))
+    return dict(host.run(ask_all(), 30))
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
@@ -260,6 +259,7 @@ def main() -> int:
             for method in ("plugin", *(() if args.no_host else ("host",))):
                 rng = random.Random(args.seed)
                 model = plugin_client(swarm) if method == "plugin" else None
+                before = free_cache(model) if model is not None else {}
                 for i in range(args.generations):
                     job = jobs[i % len(jobs)]
                     kind = list(faults.kinds)[i % len(faults.kinds)]
@@ -280,7 +280,7 @@ def main() -> int:
                         faults.repair(kind, victim)
                 if method == "plugin":
                     time.sleep(PARKED_S)
-                    used = cache_in_use(model)
+                    used = [before.get(peer, left) - left for peer, left in free_cache(model).items()]
                     model.close()
     print(summary(outcomes))
     print(f"KV cache in use afterwards, bytes by server: {used}")

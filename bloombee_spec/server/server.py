@@ -221,7 +221,6 @@ class StageServer:
             "row_seconds": {str(int(rows)): seconds for rows, seconds in self.stage.compute.points},
             "sessions": len(self.stage.sessions),
             "parked": self._admission.parked,
-            "cache_bytes": int(loaded.memory_cache.max_size_bytes),
             "cache_bytes_left": int(loaded.memory_cache.bytes_left),
         }
 
