@@ -77,26 +77,24 @@ $(PETALS_SETUP): pyproject.toml
 	$(PETALS_BIN)/bloombee-spec patch apply
 	touch $@
 
+# An environment for the main branch of a host: $(1) where, $(2) its package, $(3) its name.
 # --no-build-isolation: the hosts' own build files name nothing that setuptools does not have.
-$(MAIN_SETUP): pyproject.toml patches/bloombee-main/requirements.txt
-	test -f "$(HOST)/src/bloombee/__init__.py" || (echo "HOST=path to a checkout of BloomBee's main branch"; exit 1)
-	$(PYTHON) -m venv $(MAIN_VENV)
-	$(MAIN_BIN)/python -m pip install --quiet --upgrade "pip<26" setuptools wheel
-	$(MAIN_BIN)/python -m pip install --quiet -r patches/bloombee-main/requirements.txt
-	$(MAIN_BIN)/python -m pip install --quiet -e ".[codecs,dev]"
-	$(MAIN_BIN)/python -m pip install --quiet --no-deps --no-build-isolation "$(HOST)"
-	$(MAIN_BIN)/bloombee-spec patch apply
+define INSTALL_MAIN
+	test -f "$(HOST)/src/$(2)/__init__.py" || (echo "HOST=path to a checkout of $(3) main branch"; exit 1)
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --upgrade "pip<26" setuptools wheel
+	$(1)/bin/python -m pip install --quiet -r patches/$(2)-main/requirements.txt
+	$(1)/bin/python -m pip install --quiet -e ".[codecs,dev]"
+	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation "$(HOST)"
+	$(1)/bin/bloombee-spec patch apply
 	touch $@
+endef
+
+$(MAIN_SETUP): pyproject.toml patches/bloombee-main/requirements.txt
+	$(call INSTALL_MAIN,$(MAIN_VENV),bloombee,BloomBee's)
 
 $(PETALS_MAIN_SETUP): pyproject.toml patches/petals-main/requirements.txt
-	test -f "$(HOST)/src/petals/__init__.py" || (echo "HOST=path to a checkout of Petals' main branch"; exit 1)
-	$(PYTHON) -m venv $(PETALS_MAIN_VENV)
-	$(PETALS_MAIN_BIN)/python -m pip install --quiet --upgrade "pip<26" setuptools wheel
-	$(PETALS_MAIN_BIN)/python -m pip install --quiet -r patches/petals-main/requirements.txt
-	$(PETALS_MAIN_BIN)/python -m pip install --quiet -e ".[codecs,dev]"
-	$(PETALS_MAIN_BIN)/python -m pip install --quiet --no-deps --no-build-isolation "$(HOST)"
-	$(PETALS_MAIN_BIN)/bloombee-spec patch apply
-	touch $@
+	$(call INSTALL_MAIN,$(PETALS_MAIN_VENV),petals,Petals')
 
 clean:
 	rm -rf $(VENV) $(PETALS_VENV) $(MAIN_VENV) $(PETALS_MAIN_VENV) .cache build *.egg-info

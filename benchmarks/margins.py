@@ -10,7 +10,6 @@ logits say and as the same weights say in fp32. A large margin would be a bug; a
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,10 +20,11 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from benchmarks import prompts
 from benchmarks.compare import choose_prompts
 from benchmarks.inprocess_swarm import InProcessSwarm
-from benchmarks.report import RESULTS, aligned, write
+from benchmarks.report import RESULTS, aligned, earlier, write
 from benchmarks.smollm2 import ensure_smollm2
 from benchmarks.swarm import split_blocks
 from bloombee_spec import AutoDistributedSpecModelForCausalLM, SpecConfig
+from bloombee_spec.client.prefix import common_prefix
 from bloombee_spec.hosts.base import load_host
 from bloombee_spec.server.config import SpecServerConfig
 
@@ -51,7 +51,7 @@ def chosen_prompts(count: int) -> list[prompts.Prompt]:
 @torch.inference_mode()
 def compare(reference: Any, exact: Any, name: str, ids: list[int], expected: list[int], got: list[int]) -> Line:
     """:param exact: the reference's weights in fp32"""
-    agreed = next((i for i, (a, b) in enumerate(zip(expected, got)) if a != b), min(len(expected), len(got)))
+    agreed = common_prefix(expected, got)
     if agreed == len(expected) == len(got):
         return Line(name, len(expected), agreed)
     text = torch.tensor([[*ids, *expected[:agreed]]])
@@ -78,9 +78,8 @@ def main() -> int:
     server = load_host().server_class(SpecServerConfig())
     settings = {"new_tokens": args.new_tokens}
     results = RESULTS / f"{args.name}.json"
-    lines: dict[str, Line] = {}
-    if results.exists() and (document := json.loads(results.read_text()))["settings"] == settings:
-        lines = {line["prompt"]: Line(**line) for line in document["lines"]}
+    known = earlier(args.name, settings) or {"lines": []}
+    lines = {line["prompt"]: Line(**line) for line in known["lines"]}
     with InProcessSwarm(path, blocks, server_factory=server, torch_dtype="bfloat16") as swarm:
         model = AutoDistributedSpecModelForCausalLM.from_pretrained(
             swarm.model, initial_peers=swarm.initial_peers, dht_prefix=swarm.dht_prefix, torch_dtype=torch.bfloat16,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.runner import git_revision
 
@@ -19,6 +20,15 @@ def aligned(head: Sequence[object], rows: Sequence[Sequence[object]], *, rule: b
     if rule:
         text.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(text)
+
+
+def earlier(name: str, settings: dict[str, object]) -> dict[str, Any] | None:
+    """What a run with the same settings wrote before, for those that go on with it."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists():
+        return None
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document if document["settings"] == settings else None
 
 
 def write(name: str, document: dict[str, object]) -> Path:

@@ -12,7 +12,6 @@ be the same with and without drafts. Lines of an earlier run with the same setti
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from benchmarks.compare import choose_prompts
 from benchmarks.drafters import without_layers
 from benchmarks.inprocess_swarm import InProcessSwarm
-from benchmarks.report import RESULTS, aligned, write
+from benchmarks.report import RESULTS, aligned, earlier, write
 from benchmarks.smollm2 import ensure_smollm2
 from benchmarks.swarm import split_blocks
 from benchmarks.wan_link import LinkShape
@@ -155,13 +154,6 @@ def plot(lines: Sequence[Line], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def earlier(path: Path, settings: dict[str, Any]) -> list[Line]:
-    if not path.exists():
-        return []
-    document = json.loads(path.read_text())
-    return [Line(**line) for line in document["lines"]] if document["settings"] == settings else []
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--new-tokens", type=int, default=48)
@@ -186,7 +178,8 @@ def main() -> int:
     del local
     settings = {name: value for name, value in vars(args).items() if name not in ("temperatures", "ways", "name")}
     results = RESULTS / f"{args.name}.json"
-    lines = {(line.temperature, line.way): line for line in earlier(results, settings)}
+    known = [Line(**line) for line in (earlier(args.name, settings) or {"lines": []})["lines"]]
+    lines = {(line.temperature, line.way): line for line in known}
     server = load_host().server_class(SpecServerConfig())
     different = 0
     shape = LinkShape(delay_s=args.delay_ms / 1e3)

@@ -10,7 +10,6 @@ same. Exit status 1 if any differs. A run over part of the seeds adds to the res
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections import Counter
@@ -22,7 +21,7 @@ import torch
 
 from benchmarks.drafters import without_layers
 from benchmarks.inprocess_swarm import InProcessSwarm
-from benchmarks.report import RESULTS, aligned, write
+from benchmarks.report import RESULTS, aligned, earlier, write
 from benchmarks.toy_models import make_toy_llama
 from benchmarks.wan_link import LinkShape
 from bloombee_spec import AutoDistributedSpecModelForCausalLM, SpecConfig
@@ -123,10 +122,8 @@ def main() -> int:
 
 
 def _earlier(name: str, settings: dict[str, Any]) -> tuple[list[int], Counter[str], Counter[str]]:
-    path = RESULTS / f"{name}.json"
-    if path.exists() and (document := json.loads(path.read_text()))["settings"] == settings:
-        return document["seeds"], Counter(document["identical"]), Counter(document["hits"])
-    return [], Counter(), Counter()
+    document = earlier(name, settings) or {"seeds": [], "identical": {}, "hits": {}}
+    return document["seeds"], Counter(document["identical"]), Counter(document["hits"])
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ class Lane(LaneBooks):
 
     def set_rule(self, epoch: int, stop_tokens: Sequence[int]) -> None:
         self.rule_epoch, self.stop_tokens = epoch, frozenset(stop_tokens)
-        self._answer(0, 0)  # a root whose row is here already may have waited for the rule
+        self.look_again()  # a root whose row is here already may have waited for the rule
 
     def look_again(self) -> None:
         """Something arrived beside the frames: what waits for it is to be looked at in the next forward."""

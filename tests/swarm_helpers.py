@@ -89,6 +89,26 @@ def respec(model: Any, **changes: Any) -> None:
     model.attach(model._spec_host, replace(model.spec, **changes))
 
 
+def assert_exact_in_every_way(model: Any, texts: Sequence[tuple[list[int], list[int]]], n: int, tree: Script) -> None:
+    """Over two stages: plain, with the suffix drafter, with trees that are wrong on purpose; then with both ends at
+    the client.
+
+    :param texts: prompts with what follows them within `n` tokens
+    """
+    known = [[*ids, *target] for ids, target in texts]
+    for changes in (
+        {"speculate": False},
+        {"speculate": True, "drafter": "suffix"},
+        {"speculate": True, "drafter": lambda: Knowing(known, VOCAB, tree)},
+        {"client_embeds": True, "client_verifies": True},
+    ):
+        respec(model, **changes)
+        for ids, target in texts:
+            assert decode(model, ids, n) == target, changes
+            assert model.last_stats.mode == "ring" and len(model.last_stats.route) == 2
+    assert model.last_stats.hits > 0 and model.last_stats.misses > 0
+
+
 @contextmanager
 def adapter_errors() -> Iterator[list[str]]:
     """What the host adapter logs as errors meanwhile."""

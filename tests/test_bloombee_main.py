@@ -16,7 +16,7 @@ import torch
 from connect_helpers import at_once, connect
 from host_helpers import host_module, only_on
 from patching_helpers import SET_FOLDER
-from swarm_helpers import PLAIN, VOCAB, Knowing, decode, prompts, reference, respec
+from swarm_helpers import PLAIN, VOCAB, Knowing, assert_exact_in_every_way, decode, prompts, reference, respec
 from transformers import AutoModelForCausalLM
 
 from benchmarks.inprocess_swarm import InProcessSwarm
@@ -102,19 +102,8 @@ def expected_of(families: Families, name: str, seed: int, n: int = 3) -> list[tu
 def test_the_same_tokens_as_transformers(families: Families, name: str) -> None:
     """Plain, with the suffix drafter, with trees that are wrong on purpose, with both ends at the client."""
     texts = expected_of(families, name, seed=40)
-    known = [[*ids, *target] for ids, target in texts]
     with families.client(name, PLAIN) as model:
-        for changes in (
-            {"speculate": False},
-            {"speculate": True, "drafter": "suffix"},
-            {"speculate": True, "drafter": lambda: Knowing(known, VOCAB, TREE)},
-            {"client_embeds": True, "client_verifies": True},
-        ):
-            respec(model, **changes)
-            for ids, target in texts:
-                assert decode(model, ids, NEW) == target, changes
-                assert model.last_stats.mode == "ring" and len(model.last_stats.route) == 2
-        assert model.last_stats.hits > 0 and model.last_stats.misses > 0
+        assert_exact_in_every_way(model, texts, NEW, TREE)
 
 
 @pytest.mark.parametrize("name", BY_THE_HOST)

@@ -11,7 +11,16 @@ import pytest
 import torch
 from connect_helpers import connect
 from host_helpers import not_on_old_petals
-from swarm_helpers import PLAIN, VOCAB, Knowing, adapter_errors, decode, prompts, reference, respec
+from swarm_helpers import (
+    PLAIN,
+    VOCAB,
+    adapter_errors,
+    assert_exact_in_every_way,
+    decode,
+    prompts,
+    reference,
+    respec,
+)
 from transformers import AutoModelForCausalLM
 
 from benchmarks.inprocess_swarm import InProcessSwarm
@@ -76,19 +85,8 @@ def test_the_same_tokens_as_transformers(families: Families, name: str) -> None:
     texts = prompts(4, VOCAB, seed=40)
     expected = [reference(local, ids, NEW) for ids in texts]
     assert len({tuple(target) for target in expected}) == len(texts)
-    known = [[*ids, *target] for ids, target in zip(texts, expected)]
     with families.client(name, PLAIN) as model:
-        for changes in (
-            {"speculate": False},
-            {"speculate": True, "drafter": "suffix"},
-            {"speculate": True, "drafter": lambda: Knowing(known, VOCAB, TREE)},
-            {"client_embeds": True, "client_verifies": True},
-        ):
-            respec(model, **changes)
-            for ids, target in zip(texts, expected):
-                assert decode(model, ids, NEW) == target, changes
-                assert len(model.last_stats.route) == 2
-        assert model.last_stats.hits > 0 and model.last_stats.misses > 0
+        assert_exact_in_every_way(model, list(zip(texts, expected)), NEW, TREE)
 
 
 def test_what_a_family_refuses_is_served_by_the_host(families: Families) -> None:

@@ -18,7 +18,7 @@ from swarm_helpers import PLAIN, ROUTES, SUFFIX, VOCAB, client, decode, free_cac
 
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.routing import open_ring
-from bloombee_spec.server.service import STREAM_PROTOCOL
+from bloombee_spec.server.dialer import STREAM_PROTOCOL
 from bloombee_spec.wire.frames import CommitFrame, ControlFrame, NodesFrame, RewindFrame
 from bloombee_spec.wire.ledger import Traffic
 from bloombee_spec.wire.messages import Hello

@@ -15,11 +15,11 @@ from bloombee_spec.client.drafting import Drafting
 from bloombee_spec.client.kept import Kept
 from bloombee_spec.client.listener import Listener
 from bloombee_spec.client.local_verifier import LocalVerifier
-from bloombee_spec.client.peers import remember
 from bloombee_spec.client.prefix import prefix_frames
 from bloombee_spec.client.ring import CLOSE_TIMEOUT, Ring
 from bloombee_spec.client.stage_link import RingError
 from bloombee_spec.client.stream import Stream, StreamRequest
+from bloombee_spec.client.uplink import Uplink
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host
@@ -30,7 +30,6 @@ from bloombee_spec.wire.frames import (
     ControlFrame,
     Frame,
     FrameError,
-    NodesFrame,
     PrefixFrame,
     RewindFrame,
     RoundFrame,
@@ -57,12 +56,12 @@ class RingDecoder:
             for lane in range(lanes)
         ]  # fmt: skip
         info = ring.infos[0]
-        self._codec, self._dtype = LinkCodec(ring.codecs.names[0]), getattr(torch, info.dtype)
+        self._uplink = Uplink(host, model, ring)
         self._verifier: LocalVerifier | None = None
         if not ring.verifies:
             self._verifier = LocalVerifier(
                 lanes, arena=ring.arena, max_length=max_length, head=lambda rows: host.logits(model, rows),
-                codec=LinkCodec(ring.codecs.names[-1]), hidden=info.hidden, dtype=self._dtype,
+                codec=LinkCodec(ring.codecs.names[-1]), hidden=info.hidden, dtype=getattr(torch, info.dtype),
             )  # fmt: skip
         self._seq = itertools.count(1)
         self.first_token_at: float | None = None
@@ -87,7 +86,7 @@ class RingDecoder:
         self.first_token_at = None
         self._listener.begin()
         while self._missing:
-            self._send(self._missing.pop(0))
+            self._uplink.send(self._missing.pop(0))
         for stream, request in zip(self.streams, requests):
             self._begin(stream, request)
         while not all(stream.finished for stream in self.streams):
@@ -130,27 +129,20 @@ class RingDecoder:
         """By lane, the committed tokens."""
         return [tuple(stream.tree.committed) for stream in self.streams]
 
-    def close(self, timeout: float = CLOSE_TIMEOUT, keep: bool = False) -> list[Statistics | None]:
-        """End the ring's session within `timeout` seconds; never raises. Returns what the stages counted.
-
-        :param keep: as for `Ring.close`
-        """
+    def close(self, timeout: float = CLOSE_TIMEOUT) -> list[Statistics | None]:
+        """End the ring's session within `timeout` seconds; never raises. Returns what the stages counted."""
         self._end()
-        return self.ring.close(timeout, keep)
+        return self.ring.close(timeout)
 
-    def abandon(self, keep: bool) -> None:
-        """As `close`, without waiting for anybody."""
+    def abandon(self) -> None:
+        """Another ring is going to continue the texts; waits for nobody."""
         self._end()
-        self.ring.abandon(keep)
+        self.ring.abandon()
 
     def _end(self) -> None:
         if self._drafting is not None:
             self._drafting.close()
-        for stream in self.streams:
-            if stream.drafter is not None:
-                stream.drafter.close()
-        if self.ring.meter is not None:
-            remember(self.ring.meter)
+        self._uplink.end(stream.drafter for stream in self.streams)
 
     def _begin(self, stream: Stream, request: StreamRequest) -> None:
         with stream.lock:  # until the prefix is on its way, so that no candidate overtakes it
@@ -163,7 +155,7 @@ class RingDecoder:
                 chooser = request.chooser or make_chooser(sampling, request.row, self._model.config.vocab_size)
                 self._verifier.set_rule(stream.lane, stream.epoch, request.stop_tokens, chooser)
             for frame in frames:
-                self._send(replace(frame, seq=next(self._seq)))
+                self._uplink.send(replace(frame, seq=next(self._seq)))
         self._supply(stream)
 
     def _supply(self, stream: Stream) -> None:
@@ -177,14 +169,7 @@ class RingDecoder:
     def _send_specs(self, stream: Stream, specs: list[NodeSpec]) -> None:
         """Under the stream's lock, or where no other thread drafts."""
         if specs:
-            stream.tally.candidate_bytes_up += self._send(stream.frame(specs, next(self._seq)))
-
-    def _send(self, frame: PrefixFrame | NodesFrame) -> int:
-        if not self.ring.embeds:
-            tokens = frame.tokens if isinstance(frame, PrefixFrame) else [node.token for node in frame.nodes]
-            rows = self._codec.encode(self._host.embed(self._model, tokens).to(self._dtype))
-            frame = replace(frame, n_rows=len(tokens), rows=rows)
-        return self.ring.send(frame)
+            stream.tally.candidate_bytes_up += self._uplink.send(stream.frame(specs, next(self._seq)))
 
     def _next_event(self) -> Frame | None:
         """None: a link that was busy is free again, and candidates wait for it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from bloombee_spec.client.prefix import common_prefix
 from bloombee_spec.hosts.base import Span
 from bloombee_spec.server.holding import digest
 from bloombee_spec.wire.messages import Open, Opened
@@ -35,11 +36,7 @@ class Kept:
     def lengths(self, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """By lane, how many of the first tokens may be gone on with. The last token's row is always computed again,
         since what follows it is decided by it."""
-        common = []
-        for old, new in zip(self.texts, texts):
-            n = min(len(old), len(new) - 1)
-            common.append(next((i for i in range(n) if old[i] != new[i]), max(0, n)))
-        return tuple(common)
+        return tuple([max(0, min(common_prefix(old, new), len(new) - 1)) for old, new in zip(self.texts, texts)])
 
 
 @dataclass(frozen=True)
@@ -78,26 +75,21 @@ def plan_lane(held: Sequence[int], logged: Sequence[int], length: int) -> LanePl
     return LanePlan(start, holds[0] if holds else 0, tuple(next_holds), tuple(replay))
 
 
-def agreed(opened: Opened, digests: Sequence[bytes]) -> tuple[int, ...]:
-    """By lane, what the stage holds of the client's text; 0 where its text is another one.
-
-    :param digests: of the client's first `opened.held` tokens, by lane
-    """
-    return tuple(n if mine == theirs else 0 for n, mine, theirs in zip(opened.held, digests, opened.digests))
-
-
 def plans(stages: Sequence[Opened], lengths: Sequence[int], texts: Sequence[Sequence[int]]) -> list[LanePlan]:
     """By lane; what a stage holds of another text than the client's counts as nothing."""
-    held, logged = [], []
-    for opened in stages:
-        mine = [digest(text[:n]) for text, n in zip(texts, opened.held)]
-        counted = agreed(opened, mine) or (0,) * len(lengths)
-        held.append(counted)
-        logged.append([first if n else 0 for n, first in zip(counted, opened.logged or (0,) * len(lengths))])
+    held = [_agreed(opened, texts) for opened in stages]
     return [
-        plan_lane([n[lane] for n in held], [first[lane] for first in logged], length)
+        plan_lane([stage[lane][0] for stage in held], [stage[lane][1] for stage in held], length)
         for lane, length in enumerate(lengths)
     ]
+
+
+def _agreed(opened: Opened, texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """By lane, `(held, logged)` of a stage, as far as its text is the client's."""
+    if len(opened.held) != len(texts):  # nothing, or nonsense
+        return [(0, 0)] * len(texts)
+    told = zip(texts, opened.held, opened.digests, opened.logged)
+    return [(n, logged) if digest(text[:n]) == theirs else (0, 0) for text, n, theirs, logged in told]
 
 
 def resuming(request: Open, source: Source | None, lengths: tuple[int, ...]) -> Open:

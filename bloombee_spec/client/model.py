@@ -12,7 +12,7 @@ from hivemind.utils.logging import get_logger
 
 from bloombee_spec.client.arguments import NotForPlugin, UnsupportedCall, by_name
 from bloombee_spec.client.call import Call, read_call
-from bloombee_spec.client.output import OutputRows
+from bloombee_spec.client.output import OutputRows, padded
 from bloombee_spec.client.routing import NoPluginRoute
 from bloombee_spec.client.session import SpecSession
 from bloombee_spec.client.stats import SpecStats
@@ -162,5 +162,5 @@ def _with_mask(
         mask = full.new_ones(full.shape[0], 0 if inputs is None else inputs.shape[1])
     elif inputs is None or mask.shape != inputs.shape:
         return kwargs
-    history = session.history_mask(full[:, : full.shape[1] - mask.shape[1]])
+    history = padded(full[:, : full.shape[1] - mask.shape[1]], session.padding)
     return {**kwargs, "attention_mask": torch.cat([history, mask.to(history)], dim=1)}

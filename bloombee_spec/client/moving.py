@@ -117,7 +117,7 @@ class Mover:
             prepared = Prepared(self.ring, index, span, info, self.max_length)
             await prepared.open(self.host.p2p(self.model), len(texts), self.adapter)
         lengths = [len(text) - 1 for text in texts]
-        deadline = time.monotonic() + min(seconds, prepared.fill(texts, self.way))
+        deadline = time.monotonic() + min(seconds, await prepared.fill(texts, self.way))
         while time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
             if all(have >= n for have, n in zip(await prepared.look(), lengths)):
@@ -157,7 +157,7 @@ class Mover:
             self.standby[index] = prepared
         held = self.host.run(prepared.look(), OPEN_TIMEOUT + 1)
         if not prepared.busy and any(len(text) - 1 - n >= STANDBY_TOKENS for text, n in zip(texts, held)):
-            self.host.run(_filled(prepared, texts, self.way), OPEN_TIMEOUT)
+            self.host.run(prepared.fill(texts, "auto" if self.way == "none" else self.way), OPEN_TIMEOUT)
 
     def replacement(self, peer: str | None) -> dict[Span, Source]:
         """What was held ready for the stages of a server that is gone."""
@@ -166,7 +166,3 @@ class Mover:
             for index, prepared in self.standby.items()
             if self.ring.spans[index].peer == peer
         }
-
-
-async def _filled(prepared: Prepared, texts: Sequence[tuple[int, ...]], way: str) -> None:
-    prepared.fill(texts, "auto" if way == "none" else way)

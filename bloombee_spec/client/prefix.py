@@ -1,10 +1,15 @@
-"""Known tokens on their way to the stages, in chunks."""
+"""Known tokens: how much of a text the stages have already, and the rest on its way to them, in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from bloombee_spec.wire.frames import PrefixFrame
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def prefix_frames(

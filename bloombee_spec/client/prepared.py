@@ -71,7 +71,7 @@ class Prepared:
         self.held = (0,) * lanes
         ring.prepared.append(self._link)
 
-    def fill(self, texts: Sequence[Sequence[int]], way: str) -> float:
+    async def fill(self, texts: Sequence[Sequence[int]], way: str) -> float:
         """Have it sent what it lacks of the texts' rows, all but the last one's.
 
         :param way: `rows`, `kv` or `auto`

@@ -202,9 +202,8 @@ class Ring:
                 raise result
             if isinstance(result, BaseException):
                 raise RingError(f"cannot open a session at {span.peer}: {result!r}", span.peer) from result
-        self.plans = (
-            [] if kept is None else plans([stage.opened for stage in self._stages], kept.lengths(texts), texts)
-        )
+        if kept is not None:
+            self.plans = plans([stage.opened for stage in self._stages], kept.lengths(texts), texts)
         for index, stage in enumerate(self._stages):
             stage.linking_since = time.monotonic()
             link = Link(
@@ -274,12 +273,12 @@ class Ring:
                 pass
         return [stage.statistics for stage in self._stages]
 
-    def abandon(self, keep: bool) -> None:
-        """As `close`, without waiting for anybody."""
+    def abandon(self) -> None:
+        """As `close` with `keep`, without waiting for anybody."""
         self.closed = True
         if self._loop is not None and self._stages:
             self._loop.call_soon_threadsafe(
-                lambda: self._closing.append(asyncio.ensure_future(self._close(ABANDON_TIMEOUT, keep)))
+                lambda: self._closing.append(asyncio.ensure_future(self._close(ABANDON_TIMEOUT, keep=True)))
             )
 
     async def _close(self, timeout: float, keep: bool) -> None:

@@ -8,20 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from bloombee_spec.client.listener import Listener
-from bloombee_spec.client.peers import remember
 from bloombee_spec.client.ring import CLOSE_TIMEOUT, Ring
 from bloombee_spec.client.round_stream import RoundStream
 from bloombee_spec.client.stage_link import RingError
 from bloombee_spec.client.stream import StreamRequest
+from bloombee_spec.client.uplink import Uplink
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
 from bloombee_spec.hosts.base import Host
 from bloombee_spec.sampling.round_rules import ROUND_RULES
-from bloombee_spec.wire.frames import FrameError, NodesFrame, PrefixFrame, RoundFrame, encode
-from bloombee_spec.wire.link_codec import LinkCodec
+from bloombee_spec.wire.frames import FrameError, RoundFrame, encode
 from bloombee_spec.wire.steering import Rule, Statistics
 
 
@@ -36,7 +33,7 @@ class RoundDecoder:
         self, host: Host, model: Any, ring: Ring, config: SpecConfig, *, lanes: int,
         new_drafter: Callable[[], Drafter | None],
     ):  # fmt: skip
-        self._host, self._model, self.ring = host, model, ring
+        self.ring = ring
         self.streams = [
             RoundStream(
                 lane, new_drafter(), ROUND_RULES[config.rule], budget=min(config.burst, ring.arena),
@@ -44,7 +41,7 @@ class RoundDecoder:
             )
             for lane in range(lanes)
         ]  # fmt: skip
-        self._codec, self._dtype = LinkCodec(ring.codecs.names[0]), getattr(torch, ring.infos[0].dtype)
+        self._uplink = Uplink(host, model, ring)
         self._seq = itertools.count(1)
         self._listener = Listener(ring, config.stall_timeout)
         self.first_token_at: float | None = None
@@ -89,11 +86,7 @@ class RoundDecoder:
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> list[Statistics | None]:
         """End the ring's session within `timeout` seconds; never raises. Returns what the stages counted."""
-        for stream in self.streams:
-            if stream.drafter is not None:
-                stream.drafter.close()
-        if self.ring.meter is not None:
-            remember(self.ring.meter)
+        self._uplink.end(stream.drafter for stream in self.streams)
         return self.ring.close(timeout)
 
     def _begin(self, stream: RoundStream, request: StreamRequest) -> None:
@@ -103,7 +96,7 @@ class RoundDecoder:
         rule = Rule(stream.lane, stream.epoch, request.stop_tokens, dict(request.sampling or {}), request.row)
         self.ring.send_rule(rule)
         for frame in frames:
-            self._send(replace(frame, seq=next(self._seq)))
+            self._uplink.send(replace(frame, seq=next(self._seq)))
         self._draft(stream)
 
     def _draft(self, stream: RoundStream) -> None:
@@ -112,11 +105,4 @@ class RoundDecoder:
         nodes, announced = stream.draft()
         stream.tally.candidate_bytes_up += self.ring.send(announced, len(self.ring.spans) - 1)
         if nodes is not None:
-            stream.tally.candidate_bytes_up += self._send(replace(nodes, seq=next(self._seq)))
-
-    def _send(self, frame: PrefixFrame | NodesFrame) -> int:
-        if not self.ring.embeds:
-            tokens = frame.tokens if isinstance(frame, PrefixFrame) else [node.token for node in frame.nodes]
-            rows = self._codec.encode(self._host.embed(self._model, tokens).to(self._dtype))
-            frame = replace(frame, n_rows=len(tokens), rows=rows)
-        return self.ring.send(frame)
+            stream.tally.candidate_bytes_up += self._uplink.send(replace(nodes, seq=next(self._seq)))

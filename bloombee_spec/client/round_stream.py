@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from bloombee_spec.client.prefix import common_prefix, prefix_frames
 from bloombee_spec.client.stats import Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.draft.base import Drafter
@@ -64,9 +65,7 @@ class RoundStream:
     def begin(self, request: StreamRequest, chunk: int) -> list[PrefixFrame]:
         """As `Stream.begin`: frames of at most `chunk` tokens, without numbers."""
         tokens = request.tokens
-        pairs = enumerate(zip(self.committed, tokens))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(self.committed), len(tokens)))
-        self.held = start = max(0, min(same, self.held, len(tokens) - 1))
+        self.held = start = max(0, min(common_prefix(self.committed, tokens), self.held, len(tokens) - 1))
         self.committed, self.request = list(tokens), request
         self.finished = len(tokens) >= request.limit
         self.epoch += 1
@@ -76,12 +75,7 @@ class RoundStream:
         self._seed, self._shape = spec.seed, Distributions(spec, self._vocab)
         if self._sampler is not None:
             self._sampler.start(tokens)
-        return [
-            PrefixFrame(
-                self.lane, self.epoch, 0, at, tokens[at : at + chunk], at + chunk >= len(tokens), request.limit
-            )
-            for at in range(start, len(tokens), chunk)
-        ]
+        return prefix_frames(self.lane, self.epoch, tokens, start, chunk, request.limit)
 
     def draft(self) -> tuple[NodesFrame | None, RoundFrame]:
         """Draw the next round: its candidates for the first stage, and what the last one has to know of them."""

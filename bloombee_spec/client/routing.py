@@ -60,10 +60,11 @@ def open_ring(
     :raises RingError: a stage cannot be reached or refuses
     """
     adapter = getattr(model.config, "active_adapter", None)
+    away = leaving(model)
     infos = {
         peer: info
         for peer, info in plugin_servers(host, model).items()
-        if info.max_lanes >= lanes and info.max_length >= max_length and peer not in leaving(model)
+        if info.max_lanes >= lanes and info.max_length >= max_length and peer not in away
         and (config.codec == "auto" or config.codec in info.codecs)
         and (adapter is None or adapter in info.adapters)
     }  # fmt: skip

@@ -16,7 +16,6 @@ from bloombee_spec.client.arguments import UnsupportedCall
 from bloombee_spec.client.collect import collect
 from bloombee_spec.client.decoder import RingDecoder
 from bloombee_spec.client.kept import Kept, Source
-from bloombee_spec.client.output import padded
 from bloombee_spec.client.relay import RelayDecoder
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.round_decoder import RoundDecoder
@@ -133,7 +132,7 @@ class SpecSession:
             raise ValueError(f"this session has {len(self._decoder.streams)} rows, the call has {lanes}")
         at_client = any(request.chooser is not None for request in requests)
         if (at_client and self._ring is not None and self._ring.verifies) or drafters is not self._drafters:
-            self._drop_ring(keep=True)
+            self._drop_ring()
         if self._decoder is None:
             started = time.perf_counter()
             config = replace(self._config, client_verifies=True) if at_client else self._config
@@ -182,17 +181,17 @@ class SpecSession:
 
     def _leave_ring(self, peer: str | None, ready: dict[Span, Source]) -> None:
         """For another one without `peer`, with what other servers were made `ready` with."""
-        self._drop_ring(keep=True)
+        self._drop_ring()
         if self._kept is not None:
             self._kept.drop(peer)
             self._kept.sources |= ready
 
-    def _drop_ring(self, keep: bool) -> None:
-        """:param keep: another one is going to continue the text"""
+    def _drop_ring(self) -> None:
+        """Another one is going to continue the text."""
         self._bytes_before = self.ring_bytes
         if isinstance(self._decoder, RingDecoder):
-            self._kept = self._decoder.kept() if keep and self._config.resume else None
-            self._decoder.abandon(keep)
+            self._kept = self._decoder.kept() if self._config.resume else None
+            self._decoder.abandon()
         elif self._decoder is not None:
             self._decoder.close(BROKEN_TIMEOUT)
         self._decoder = None
@@ -227,10 +226,6 @@ class SpecSession:
         outputs: torch.Tensor = self._host_session.step(inputs, prompts, hypo_ids=hypo_ids)
         self._position += inputs.shape[1]
         return outputs
-
-    def history_mask(self, history: torch.Tensor) -> torch.Tensor:
-        """`[batch, length]`: zeros where an earlier call had padding on the left, if that is still there."""
-        return padded(history, self.padding)
 
     # ---------------------------------------------------------------- life
 

@@ -9,7 +9,7 @@ from typing import Any
 from hivemind.p2p import PeerID
 
 from bloombee_spec.hosts.base import Span
-from bloombee_spec.server.service import STREAM_PROTOCOL, WRITE_TIMEOUT
+from bloombee_spec.server.dialer import STREAM_PROTOCOL, WRITE_TIMEOUT
 from bloombee_spec.wire.frames import ControlFrame, FrameError
 from bloombee_spec.wire.ledger import Traffic
 from bloombee_spec.wire.messages import Open, Opened
@@ -52,7 +52,6 @@ class StageLink:
     answered: bool = True  # the last ping
     received: Traffic = field(default_factory=Traffic)
     statistics: Statistics | None = None
-    closed: bool = False
 
 
 async def open_stage(p2p: Any, request: Open, span: Span) -> StageLink:

@@ -18,7 +18,7 @@ from bloombee_spec.client.candidates import Ask, Candidates, root_ref_of
 from bloombee_spec.client.measured import RouteMeter
 from bloombee_spec.client.pace import Pace
 from bloombee_spec.client.planning import Planning
-from bloombee_spec.client.prefix import prefix_frames
+from bloombee_spec.client.prefix import common_prefix, prefix_frames
 from bloombee_spec.client.stats import Tally
 from bloombee_spec.client.think import Lesson, go_on, layers, start_over, think
 from bloombee_spec.config import SpecConfig
@@ -97,7 +97,7 @@ class Stream:
         :returns: frames without numbers (`seq`)
         """
         known, tokens = self.tree.committed, request.tokens
-        same = next((i for i, (a, b) in enumerate(zip(known, tokens)) if a != b), min(len(known), len(tokens)))
+        same = common_prefix(known, tokens)
         start = max(0, min(same, self.held, len(tokens) - 1))
         self.held = start
         self.request, self.finished = request, len(tokens) >= request.limit

@@ -21,15 +21,15 @@ logger = get_logger(__name__)
 
 
 def make_server_class(
-    host_server: ModuleType, base: type[Any], config: SpecServerConfig, mixin: type[StageContainer] | None = None
+    host_server: ModuleType, base: type[Any], config: SpecServerConfig, mixin: type[StageContainer]
 ) -> type[Any]:
     """`base` (the host's `Server` or a subclass), serving plugin sessions too, on patched and unpatched hosts.
 
     :param host_server: the host's module that defines `Server` and `ModuleContainer`
-    :param mixin: a subclass of `StageContainer` for hosts that need one
+    :param mixin: `StageContainer`, or a subclass for hosts that need one
     """
     host_container = host_server.ModuleContainer
-    container = type("SpecModuleContainer", (mixin or StageContainer, host_container), {"spec_config": config})
+    container = type("SpecModuleContainer", (mixin, host_container), {"spec_config": config})
     if hasattr(base, "container_class"):  # the host's files are patched with server-plugins
         return type("SpecServer", (_PoliteRun, base), {"container_class": container})
     classes = {"container_class": container, "host_container": host_container}

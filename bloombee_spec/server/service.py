@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
 import msgpack
-from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
+from hivemind.p2p import P2P, P2PContext, ServicerBase
 from hivemind.proto import runtime_pb2
 from hivemind.utils.logging import get_logger
 
 from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.server.allocator import AllocationRefused
+from bloombee_spec.server.dialer import HELLO_TIMEOUT, STREAM_PROTOCOL, WRITE_TIMEOUT, Dialer
 from bloombee_spec.server.replay import replay
 from bloombee_spec.server.session import StageSession
-from bloombee_spec.server.transfers import KV, Dial, Transfers
+from bloombee_spec.server.transfers import Dial, Transfers
 from bloombee_spec.wire.frames import ControlFrame, FrameError, decode
-from bloombee_spec.wire.ledger import CLIENT, CLIENT_END, COMMIT, DATA, Traffic
+from bloombee_spec.wire.ledger import CLIENT, CLIENT_END, COMMIT, DATA, KV, Traffic
 from bloombee_spec.wire.messages import Close, Hello, Link, Linked, Open, Opened
 from bloombee_spec.wire.moving import Export, Import
 from bloombee_spec.wire.steering import Failure, Ping, Pong, Rule, UseCodec
@@ -38,10 +38,6 @@ from bloombee_spec.wire.streams import (
 )
 
 logger = get_logger(__name__)
-
-STREAM_PROTOCOL = "bloombee_spec.stream.1"
-HELLO_TIMEOUT = 30.0
-WRITE_TIMEOUT = 60.0
 
 OpenSession = Callable[[Open, str, Outbox], Any]
 
@@ -70,13 +66,14 @@ class SpecService(ServicerBase):
         max_outbox: int,
     ):
         self._info, self._open_session, self._retire, self._wake = info, open_session, retire, wake
-        self._compute, self._transfers = compute, new_transfers(self.dial_transfer)
+        self._compute = compute
         self._sessions, self._idle_timeout, self._max_outbox = sessions, idle_timeout, max_outbox
         self._linking: set[asyncio.Future[None]] = set()  # tasks need somebody who remembers them
-        self._p2p: P2P | None = None
+        self._dialer = Dialer(max_outbox)
+        self._transfers = new_transfers(self._dialer.to_prepared)
 
     async def attach(self, p2p: P2P) -> None:
-        self._p2p = p2p
+        self._dialer.p2p = p2p
         await self.add_p2p_handlers(p2p)
         await p2p.add_binary_stream_handler(STREAM_PROTOCOL, self._on_stream)
 
@@ -181,7 +178,7 @@ class SpecService(ServicerBase):
             linking.add_done_callback(self._linking.discard)
         elif kind == "Ping":
             Ping.from_wire(message)
-            held = session.held()[0] if session.open.prepared else ()
+            held = session.filled if session.open.prepared else ()
             session.client_box.put(ControlFrame(Pong(held).to_wire()))
         elif kind == "Export":
             try:
@@ -197,7 +194,7 @@ class SpecService(ServicerBase):
         wanted = [(peer, stage, COMMIT) for stage, peer in enumerate(opened.listeners)]
         if opened.next is not None:
             wanted.append((opened.next, opened.stage + 1, DATA))
-        dialled = await asyncio.gather(*[self._dial(session, *target) for target in wanted])
+        dialled = await asyncio.gather(*[self._dialer.to_stage(session, *target) for target in wanted])
         boxes = [box for box in dialled if box is not None]
         if session.dead:  # meanwhile; dialling is not cancelled, since uvloop crashes when a connect is
             for box in boxes:
@@ -210,36 +207,6 @@ class SpecService(ServicerBase):
                 except StreamClosed as e:
                     session.lost(opened.stage + 1, f"stage {opened.stage} cannot replay rows: {e}")
             session.outgoing.link(next_box, boxes)
-
-    async def dial_transfer(self, session: StageSession, order: Export, role: str) -> Outbox:
-        """A stream to the prepared session that an export names.
-
-        :raises Exception: it cannot be reached
-        """
-        assert self._p2p is not None
-        _, reader, writer = await asyncio.wait_for(
-            self._p2p.call_binary_stream_handler(PeerID.from_base58(order.peer), STREAM_PROTOCOL), HELLO_TIMEOUT
-        )
-        writer.write(framed(ControlFrame(Hello(order.session, order.stage, role).to_wire()), Traffic()))
-        await read_frame(reader, HELLO_TIMEOUT, Traffic())  # it expects us
-        return Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA)
-
-    async def _dial(self, session: StageSession, peer: str, stage: int, role: str) -> Outbox | None:
-        """None once the session failed, because that stage cannot be reached."""
-        assert self._p2p is not None
-        try:
-            _, reader, writer = await asyncio.wait_for(
-                self._p2p.call_binary_stream_handler(PeerID.from_base58(peer), STREAM_PROTOCOL), HELLO_TIMEOUT
-            )
-            traffic = session.ledger.of(role, stage, outgoing=True)
-            writer.write(framed(ControlFrame(Hello(session.open.session, stage, role).to_wire()), traffic))
-        except Exception as e:
-            session.fail(f"stage {session.open.stage} cannot reach stage {stage} at {peer}: {e!r}", stage)
-            return None
-        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA, traffic=traffic)
-        watch = asyncio.ensure_future(_watch(reader, session, role, stage))
-        box.task.add_done_callback(lambda _: watch.cancel())
-        return box
 
     async def _serve_peer(
         self, hello: Hello, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, traffic: Traffic
@@ -286,15 +253,3 @@ class SpecService(ServicerBase):
                 session.lost(sender, f"stage {session.open.stage} lost stage {sender}")
         except FrameError as e:
             session.fail(f"stage {session.open.stage}: {e}")
-
-
-async def _watch(reader: asyncio.StreamReader, session: StageSession, role: str, stage: int) -> None:
-    """The neighbour greets back, which times the round trip, and is silent from then on: an end means that it is
-    gone."""
-    began = time.monotonic()
-    with contextlib.suppress(StreamClosed, FrameError, asyncio.TimeoutError, ConnectionError, OSError):
-        traffic = session.ledger.of(role, stage, outgoing=False)
-        if isinstance(await read_frame(reader, HELLO_TIMEOUT, traffic), ControlFrame):
-            session.greeted(stage, time.monotonic() - began)
-            await reader.read(1)
-    session.lost(stage, f"stage {session.open.stage} lost stage {stage}")

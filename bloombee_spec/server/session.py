@@ -231,10 +231,15 @@ class StageSession:
         holding, self._holding = self._holding, None
         return holding
 
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """By lane, tokens whose KV is here."""
+        return tuple([lane.filled for lane in self.lanes])
+
     def held(self) -> tuple[tuple[int, ...], tuple[bytes, ...], tuple[int, ...]]:
         """What is here of an earlier session: by lane the tokens with KV, their digest, where the log begins."""
         with self.lock:
-            held = tuple(lane.filled for lane in self.lanes)
+            held = self.filled
             digests = tuple(digest(lane.tree.committed[:n]) for lane, n in zip(self.lanes, held))
             logged = tuple(n if lane.log is None else min(lane.log.first, n) for lane, n in zip(self.lanes, held))
         return held, digests, logged

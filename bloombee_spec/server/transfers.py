@@ -19,19 +19,18 @@ from bloombee_spec.server.replay import MAX_QUEUED, STUCK_S, send_rows
 from bloombee_spec.server.session import StageSession
 from bloombee_spec.wire.activations import CodecError
 from bloombee_spec.wire.frames import MAX_FRAME_BYTES, FrameError
-from bloombee_spec.wire.ledger import DATA
+from bloombee_spec.wire.ledger import DATA, KV
 from bloombee_spec.wire.moving import Export, Import
 from bloombee_spec.wire.streams import Outbox, StreamClosed, read_frame_bytes
 
 logger = get_logger(__name__)
 
-KV = "kv"  # role of a stream
 LANE = struct.Struct("<H")
 CHUNK_TIMEOUT = 60.0
 MAX_TRANSFERS = 64  # of one session, waiting or under way
 
 OnBuffer = Callable[[StageSession, int, Callable[[torch.Tensor], Any]], Awaitable[Any]]
-Dial = Callable[[StageSession, Export, str], Awaitable[Outbox]]
+Dial = Callable[[Export, str], Awaitable[Outbox]]
 
 
 class Transfers:
@@ -63,9 +62,12 @@ class Transfers:
             raise FrameError(f"lane {order.lane} of a session with {len(lanes)}")
         lane = lanes[order.lane]
         with session.lock:
-            first, end = (0, lane.filled) if order.what == "kv" else (lane.filled, lane.filled)
-            if order.what == "rows" and lane.log is not None:
+            if order.what == "kv":
+                first, end = 0, lane.filled
+            elif lane.log is not None:
                 first, end = lane.log.first, min(lane.log.end, lane.filled)
+            else:
+                first = end = lane.filled
         if not first <= order.start < order.end <= end:
             raise FrameError(f"{order.what} of {order.start} to {order.end} are ordered, {first} to {end} are here")
         if sum(other is session for other in self._tasks.values()) >= MAX_TRANSFERS:
@@ -76,7 +78,7 @@ class Transfers:
 
     async def _export(self, session: StageSession, order: Export) -> None:
         try:
-            box = await self._dial(session, order, DATA if order.what == "rows" else KV)
+            box = await self._dial(order, DATA if order.what == "rows" else KV)
         except Exception as e:
             logger.info(f"Cannot reach {order.peer} for a transfer: {e!r}")
             return
@@ -118,10 +120,8 @@ class Transfers:
         if order.start != lane.filled or limit > lane.max_length or max(order.tokens, default=0) >= self._vocab:
             raise FrameError(f"KV of {order.start} to {limit} is announced; {lane.filled} tokens are here")
         shape = await self._on_buffer(session, order.lane, SpanShape.of)
-        levels = set(EXACT_LEVELS) | set(Level) if order.lossy else EXACT_LEVELS
-        receiver = SpanReceiver(
-            shape, order.key, start=order.start, limit=limit, levels=set(levels) - {Level.RECOMPUTE}
-        )
+        levels = set(Level if order.lossy else EXACT_LEVELS) - {Level.RECOMPUTE}
+        receiver = SpanReceiver(shape, order.key, start=order.start, limit=limit, levels=levels)
         self._expected.setdefault(session.key, {})[order.lane] = order, receiver
 
     async def serve(self, session: StageSession, reader: asyncio.StreamReader) -> None:

@@ -128,7 +128,7 @@ class RewindFrame:
 
 @dataclass(frozen=True, slots=True)
 class RoundFrame:
-    """One round of a rule that compares distributions, see `wire/rounds.py`: client to last stage what was drafted
+    """One round of a rule that compares distributions, see `sampling/rounds.py`: client to last stage what was drafted
     from which distributions, and back what the target says to that.
 
     :param seq: the round, from 1 in each epoch

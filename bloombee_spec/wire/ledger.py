@@ -19,8 +19,8 @@ from bloombee_spec.wire.frames import (
     kind_of,
 )
 
-CLIENT, DATA, COMMIT = "client", "data", "commit"  # roles of a stream: who opened it, and what for
-ROLES = (CLIENT, DATA, COMMIT)
+CLIENT, DATA, COMMIT, KV = "client", "data", "commit", "kv"  # roles of a stream: who opened it, and what for
+ROLES = (CLIENT, DATA, COMMIT)  # of a ring's own streams, which a ledger counts
 LENGTH_BYTES, STAMP_BYTES = 3, 4  # before each frame; the stamp on streams of activations only
 CLIENT_END = -1  # in place of a stage's index
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bloombee_spec.wire.frames import MAX_LANES, MAX_POSITION
+from bloombee_spec.wire.ledger import COMMIT, DATA, KV
 from bloombee_spec.wire.message import Message, in_range
 
 SESSION_BYTES = 16
@@ -24,7 +25,7 @@ class Hello(Message):
 
     def __post_init__(self) -> None:
         in_range(stage=(self.stage, 0, MAX_STAGES), session=(len(self.session), SESSION_BYTES, SESSION_BYTES))
-        if self.role not in ("data", "commit", "kv"):
+        if self.role not in (DATA, COMMIT, KV):
             raise ValueError(f"role is {self.role[:20]!r}")
 
 
