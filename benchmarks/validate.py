@@ -28,7 +28,8 @@ from bloombee_spec.plan.simulate import SimConfig, geometric_rates, simulate
 from bloombee_spec.plan.throughput import stream_formula
 
 NETWORKS = (Wan(4, 20.0, 100.0), Wan(4, 50.0, 100.0), Wan(3, 80.0, 10.0))
-DRAFTERS = ((0.5, 4), (0.8, 8), (0.9, 16), (0.95, 32))  # acceptance, candidates in flight
+# Acceptance, candidates in flight. The last ones fill the lap, which is what the formula takes for granted.
+DRAFTERS = ((0.5, 4), (0.8, 8), (0.9, 16), (0.95, 32), (0.8, 96), (0.9, 96), (0.95, 96))
 LAYER_S = 0.005
 SEEDS = 40
 
@@ -119,6 +120,7 @@ def table(lines: Sequence[Line]) -> str:
         "simulated",
         "error",
         "formula",
+        "of it",
         "host",
         "laps/miss",
         "same text",
@@ -127,7 +129,8 @@ def table(lines: Sequence[Line]) -> str:
         (
             x.network, f"{x.acceptance:g}", f"{x.realised:.3f}", str(x.depth), f"{x.measured_tok_s:.2f}",
             f"{x.simulated_tok_s:.2f}",
-            f"{x.error:+.0%}", f"{x.formula_tok_s:.2f}", f"{x.host_tok_s:.2f}", f"{x.laps_per_miss:.2f}",
+            f"{x.error:+.0%}", f"{x.formula_tok_s:.2f}", f"{x.measured_tok_s / x.formula_tok_s:.2f}",
+            f"{x.host_tok_s:.2f}", f"{x.laps_per_miss:.2f}",
             "yes" if x.identical else "NO",
         )
         for x in lines
@@ -169,6 +172,8 @@ def main() -> int:
     path = write(args.name, {"settings": vars(args), "lines": [{**asdict(x), "error": x.error} for x in lines]})
     plot(lines, path.with_suffix(".png"))
     print(f"\n{path} and {path.with_suffix('.png')}")
+    within = sum(abs(x.error) <= 0.15 for x in lines)
+    print(f"the simulator is within 15 % in {within} of {len(lines)} configurations")
     return 0 if all(x.identical for x in lines) else 1
 
 

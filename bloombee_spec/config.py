@@ -9,6 +9,7 @@ MODES = ("auto", "ring", "relay", "off")
 LOSSY = ("never", "slow-links")
 PLANS = ("auto", "stream", "tree", "none")
 MOVING = ("auto", "rows", "kv", "none")
+QUALITIES = ("exact", "int8", "fine", "coarse")
 RULES = ("keyed", "leviathan", "block", "specinfer", "picospec")
 
 
@@ -72,6 +73,10 @@ class SpecConfig:
     moving: str = "auto"
     """What another server is prepared with when one announces to leave: `rows` of the stage before it, its `kv`,
     `auto` whichever is there sooner, or `none`."""
+    churn_quality: str = "exact"
+    """Worst level, see `docs/kv.md`, at which KV may move to another server when it could not be there in time
+    otherwise: `exact` keeps the text what it is; with `int8`, `fine` or `coarse` it may differ from then on
+    (`last_stats.inexact`)."""
     connect_timeout: float = 20.0
     """Seconds to open a session at all stages."""
     stall_timeout: float = 60.0
@@ -86,6 +91,8 @@ class SpecConfig:
             raise ValueError(f"lossy is {self.lossy!r}, expected one of {', '.join(LOSSY)}")
         if self.moving not in MOVING:
             raise ValueError(f"moving is {self.moving!r}, expected one of {', '.join(MOVING)}")
+        if self.churn_quality not in QUALITIES:
+            raise ValueError(f"churn_quality is {self.churn_quality!r}, expected one of {', '.join(QUALITIES)}")
         if self.plan not in PLANS:
             raise ValueError(f"plan is {self.plan!r}, expected one of {', '.join(PLANS)}")
         if self.rule not in RULES:

@@ -64,6 +64,9 @@ class RowLog(Protocol):
     first: int
     end: int
 
+    @property
+    def row_bytes(self) -> int: ...
+
     def put(self, start: int, rows: torch.Tensor) -> None: ...
 
     def skip(self, end: int) -> None: ...

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from bloombee_spec.client.kept import Kept, plan_lane
 from bloombee_spec.hosts.base import Span
-from bloombee_spec.server.boundary import BoundaryLog, LogBudget
 
 
 def test_only_the_new_stage_gets_rows() -> None:
@@ -62,31 +60,3 @@ def test_an_edited_history_is_kept_up_to_the_edit() -> None:
     assert kept.lengths([(1, 2, 3, 4, 5), (7, 8, 9)]) == (4, 2)
     kept.drop("a")
     assert not kept.sources
-
-
-@pytest.mark.parametrize("budget", [(1 << 20, 0), (0, 1 << 20)])
-def test_the_log_keeps_rows_in_memory_or_on_disk(budget: tuple[int, int]) -> None:
-    shared = LogBudget(*budget)
-    log = BoundaryLog(4, 1000, torch.float32, shared)
-    rows = torch.arange(4000, dtype=torch.float32).view(1000, 4)
-    for at in range(0, 300, 7):
-        log.put(at, rows[at : at + 7])
-    assert torch.equal(log.read(0, 300), rows[:300])
-    log.truncate(100)
-    log.put(100, rows[500:510])
-    assert torch.equal(log.read(99, 110), torch.cat([rows[99:100], rows[500:510]]))
-    with pytest.raises(ValueError, match="are here"):
-        log.read(0, 111)
-    log.close()
-    assert shared.left == budget
-
-
-def test_a_log_without_budget_or_with_a_gap_promises_nothing() -> None:
-    log = BoundaryLog(4, 1000, torch.float32, LogBudget(0, 0))
-    log.put(0, torch.zeros(5, 4))
-    assert (log.first, log.end) == (5, 5)
-    log = BoundaryLog(4, 1000, torch.float32, LogBudget(1 << 20, 0))
-    log.skip(10)
-    log.put(10, torch.ones(2, 4))
-    log.put(20, torch.ones(2, 4))
-    assert (log.first, log.end) == (20, 22)

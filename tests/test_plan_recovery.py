@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bloombee_spec.kv.levels import Level
 from bloombee_spec.plan.recovery import Recovery
 
 
@@ -30,3 +31,19 @@ def test_link_and_receiver_work_at_the_same_time() -> None:
     both = recovery(100e6, 1e-3, 2048).seconds("rows")
     link, compute = 8 * 0.7 * 2304 * 2048 / 100e6, 2048 * 1e-3
     assert max(link, compute) < both < link + compute
+
+
+def test_kv_is_exact_unless_that_would_be_late_and_loss_is_allowed() -> None:
+    slow = recovery(1e6, 1e-1)
+    exact = slow.seconds("kv")
+    way, plan = slow.choose(Level.COARSE, 2 * exact)
+    assert (way, plan.lossless) == ("kv", True)
+    way, plan = slow.choose(Level.LOSSLESS, 0.1 * exact)
+    assert (way, plan.lossless, plan.seconds) == ("kv", True, exact)
+    way, plan = slow.choose(Level.COARSE, 0.5 * exact)
+    assert way == "kv" and not plan.lossless and plan.seconds <= 0.5 * exact
+    assert len(plan.levels) == 4
+    _, hasty = slow.choose(Level.INT8, 0.01 * exact)
+    assert set(hasty.levels) == {Level.INT8}, "the worst level that is allowed is the worst that is used"
+    way, plan = slow.choose(Level.COARSE, 0.5 * exact, ("rows",))
+    assert way == "rows" and plan.lossless

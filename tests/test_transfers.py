@@ -14,6 +14,7 @@ from bloombee_spec.kv.chunk_stream import TransferRefused
 from bloombee_spec.kv.chunks import KEY_BYTES
 from bloombee_spec.lane import Lane
 from bloombee_spec.server.boundary import BoundaryLog, LogBudget
+from bloombee_spec.server.pace import Pace
 from bloombee_spec.server.transfers import LANE, Transfers
 from bloombee_spec.wire.frames import FrameError
 from bloombee_spec.wire.moving import Export, Import
@@ -26,7 +27,7 @@ def session(*, prepared: bool, filled: int = 0) -> Any:
     """What `Transfers` sees of a session: one lane with `filled` tokens, and its buffer."""
     lane = Lane(arena=8, max_length=600, inject=False, log=BoundaryLog(4, 600, torch.float32, LogBudget(1 << 20, 0)))
     lane.fill(0, TEXT[:filled])
-    opened = SimpleNamespace(prepared=prepared, donor="donor", arena=8, start=0)
+    opened = SimpleNamespace(prepared=prepared, donor="donor", arena=8, start=0, end=2)
     return SimpleNamespace(
         lanes=[lane], lock=threading.Lock(), open=opened, key=(b"", 0), dead=False, buffer=torch.randn(SHAPE)
     )
@@ -37,10 +38,14 @@ class Pipe:
 
     def __init__(self) -> None:
         self.reader, self.sent = asyncio.StreamReader(), list[bytes]()
+        self.ends = 1  # transfers until the end
 
     async def room(self, *_: Any) -> None: ...
 
     async def aclose(self, *_: Any) -> None:
+        self.ends -= 1
+        if self.ends:
+            return
         for data in self.sent:
             self.reader.feed_data(len(data).to_bytes(3, "big") + data)
         self.reader.feed_eof()
@@ -89,6 +94,67 @@ def test_a_later_part_is_added() -> None:
     asyncio.run(move(source, target, 400, start=100))
     assert target.lanes[0].filled == 400
     assert torch.equal(source.buffer[:, :, :, 8:408], target.buffer[:, :, :, 8:408])
+
+
+def test_some_blocks_go_to_a_server_that_takes_only_those() -> None:
+    source, target = session(prepared=False, filled=300), session(prepared=True)
+    target.buffer = target.buffer[:, :1].clone()
+
+    async def run() -> None:
+        server = transfers(pipe := Pipe())
+        await server.expect(target, Import(0, 0, TEXT[:300], KEY))
+        with pytest.raises(FrameError, match="blocks"):
+            server.export(source, Export("kv", "peer", bytes(16), 0, 0, 0, 300, KEY, blocks=(1, 3)))
+        server.export(source, Export("kv", "peer", bytes(16), 0, 0, 0, 300, KEY, blocks=(1, 2)))
+        await server.receive(target, pipe.reader)
+
+    asyncio.run(run())
+    assert torch.equal(source.buffer[:, 1:, :, 8:308], target.buffer[:, :, :, 8:308])
+
+
+def lossy_run(lossy: bool) -> tuple[Any, Any]:
+    """256 tokens at the level `INT8`, then some exact ones."""
+    source, target = session(prepared=False, filled=300), session(prepared=True)
+
+    async def run() -> None:
+        server = transfers(pipe := Pipe())
+        await server.expect(target, Import(0, 0, TEXT[:300], KEY, lossy))
+        server.export(source, Export("kv", "peer", bytes(16), 0, 0, 0, 256, KEY, level=1))
+        server.export(source, Export("kv", "peer", bytes(16), 0, 0, 256, 300, KEY))
+        pipe.ends = 2
+        await server.receive(target, pipe.reader)
+
+    asyncio.run(run())
+    return source, target
+
+
+def test_lossy_chunks_are_taken_where_the_client_said_so() -> None:
+    source, target = lossy_run(True)
+    assert target.lanes[0].filled == 300
+    assert torch.equal(source.buffer[:, :, :, 8 + 256 : 308], target.buffer[:, :, :, 8 + 256 : 308])
+    error = (source.buffer - target.buffer)[:, :, :, 8 : 8 + 256].abs().max()
+    assert 0 < error < 0.05
+    with pytest.raises(TransferRefused, match="INT8"):
+        lossy_run(False)
+
+
+def test_a_pace_is_kept_and_shared() -> None:
+    async def run() -> float:
+        pace, loop = Pace(8e4), asyncio.get_running_loop()
+        started = loop.time()
+        await asyncio.gather(*[pace.spend(250) for _ in range(4)])
+        return loop.time() - started
+
+    assert asyncio.run(run()) > 0.09  # 1000 bytes at 10 000 a second: not sooner
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"blocks": (1,)}, {"blocks": (2, 2)}, {"what": "rows", "key": b"", "blocks": (0, 1)}, {"rate": 1.0}]
+)
+def test_an_order_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    order = {"what": "kv", "peer": "p", "session": bytes(16), "stage": 0, "lane": 0, "start": 0, "end": 1, "key": KEY}
+    with pytest.raises(ValueError):
+        Export(**{**order, **wrong})
 
 
 def corrupt(sent: list[bytes]) -> None:

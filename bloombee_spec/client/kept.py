@@ -7,7 +7,7 @@ computed again from the token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from bloombee_spec.client.prefix import common_prefix
 from bloombee_spec.hosts.base import Span
@@ -15,6 +15,18 @@ from bloombee_spec.server.holding import digest
 from bloombee_spec.wire.messages import Open, Opened
 
 Source = tuple[bytes, int]  # a session, and the stage that it asks for
+
+
+@dataclass
+class Ready:
+    """What other servers were prepared with.
+
+    :param sources: their spans, and under which name they hold the text; `inexact` tokens of it whose KV moved at a
+        lossy level
+    """
+
+    sources: dict[Span, Source] = field(default_factory=dict)
+    inexact: int = 0
 
 
 @dataclass

@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hivemind.utils.logging import get_logger
 
 from bloombee_spec.client.info import StageInfo
-from bloombee_spec.client.kept import Source
+from bloombee_spec.client.kept import Ready
 from bloombee_spec.client.prepared import OPEN_TIMEOUT, Prepared
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.stage_link import RingMoved
 from bloombee_spec.hosts.base import Host, NoRoute, Span
+from bloombee_spec.kv.levels import Level
 
 logger = get_logger(__name__)
 
@@ -29,6 +30,7 @@ SHARE = 0.7  # of the time until a server leaves that preparing may take
 LEFT_S = 2.0  # beyond its last moment, for which a server that announced to leave is not routed over
 STANDBY_S, STANDBY_TOKENS = 0.5, 16  # how often standbys are looked after; from so many new tokens on they are filled
 STANDBY_PAUSE_S = 5.0  # until one that failed is tried again
+STANDBY_SHARE = 0.25  # of a link, so that the text goes first
 
 Texts = Callable[[], list[tuple[int, ...]]]
 
@@ -45,6 +47,7 @@ class Mover:
     :param infos: the plugin's servers now
     :param texts: by lane, the committed tokens now
     :param way: `auto`, `rows`, `kv`, or `none` to prepare nothing
+    :param quality: worst level of KV, `exact` or the name of a lossy one
     """
 
     host: Host
@@ -55,10 +58,12 @@ class Mover:
     max_length: int
     adapter: str | None
     way: str = "auto"
+    quality: str = "exact"
     standby: dict[int, Prepared] = field(default_factory=dict)  # by stage
 
     def __post_init__(self) -> None:
         self._started: set[int] = set()
+        self._worst = Level.LOSSLESS if self.quality == "exact" else Level[self.quality.upper()]
 
     # ---------------------------------------------------------------- a server leaves
 
@@ -85,17 +90,15 @@ class Mover:
                     return
             self.host.on_failure(self.model, None)  # makes the host's routing look again
             time.sleep(LOOK_S)
-        sources: dict[Span, Source] = {}
-        if len(spans) == 1 and self.way != "none" and self.ring.prefilled:
+        ready = Ready()
+        if self.way != "none" and self.ring.prefilled:
             try:
-                preparing = self._prepare(
-                    index, spans[0], infos[spans[0].peer], texts, max(0.0, end - time.monotonic())
-                )
-                sources = self.host.run(preparing, OPEN_TIMEOUT + seconds)
+                preparing = self._prepare(index, spans, infos, texts, max(0.0, end - time.monotonic()))
+                ready = self.host.run(preparing, OPEN_TIMEOUT + seconds)
             except Exception as e:
                 logger.info(f"The move from {old.peer} is not prepared: {e!r}")
         if not self.ring.closed:
-            self.ring.events.put(RingMoved(old.peer, sources))
+            self.ring.events.put(RingMoved(old.peer, ready))
 
     def _others(self, index: int, lanes: int) -> tuple[list[Span], dict[str, StageInfo]]:
         """Other servers for the blocks of a stage.
@@ -109,20 +112,38 @@ class Mover:
         return spans, infos
 
     async def _prepare(
-        self, index: int, span: Span, info: StageInfo, texts: Sequence[tuple[int, ...]], seconds: float
-    ) -> dict[Span, Source]:
-        """Under which name the new server holds the texts, as far as they arrived in time."""
+        self, index: int, spans: Sequence[Span], infos: Mapping[str, StageInfo], texts: Sequence[tuple[int, ...]],
+        seconds: float,
+    ) -> Ready:  # fmt: skip
+        """The servers that share the stage's blocks from now on, with the texts as far as they arrived in time."""
+        deadline = time.monotonic() + seconds
+        found = await asyncio.gather(
+            *[self._prepare_one(index, span, infos[span.peer], texts, deadline) for span in spans],
+            return_exceptions=True,
+        )
+        for result in found:
+            if isinstance(result, BaseException):
+                logger.info(f"Part of the move is not prepared: {result!r}")
+        return _ready(each for each in found if isinstance(each, Prepared))
+
+    async def _prepare_one(
+        self, index: int, span: Span, info: StageInfo, texts: Sequence[tuple[int, ...]], deadline: float
+    ) -> Prepared:
         prepared = self.standby.get(index)
         if prepared is None or prepared.span != span:
-            prepared = Prepared(self.ring, index, span, info, self.max_length)
+            prepared = self._new(index, span, info)
             await prepared.open(self.host.p2p(self.model), len(texts), self.adapter)
         lengths = [len(text) - 1 for text in texts]
-        deadline = time.monotonic() + min(seconds, await prepared.fill(texts, self.way))
-        while time.monotonic() < deadline:
+        left = deadline - time.monotonic()
+        end = time.monotonic() + min(left, await prepared.fill(texts, self.way, left))
+        while time.monotonic() < end:
             await asyncio.sleep(POLL_S)
             if all(have >= n for have, n in zip(await prepared.look(), lengths)):
                 break
-        return {span: prepared.source}
+        return prepared
+
+    def _new(self, index: int, span: Span, info: StageInfo) -> Prepared:
+        return Prepared(self.ring, index, span, info, self.max_length, self._worst)
 
     # ---------------------------------------------------------------- standby
 
@@ -151,18 +172,23 @@ class Mover:
             spans, infos = self._others(index, len(texts))
             if len(spans) != 1:
                 raise NoRoute(f"no single server for stage {index}")
-            prepared = Prepared(self.ring, index, spans[0], infos[spans[0].peer], self.max_length)
+            prepared = self._new(index, spans[0], infos[spans[0].peer])
             opening = prepared.open(self.host.p2p(self.model), len(texts), self.adapter)
             self.host.run(opening, OPEN_TIMEOUT + 1)
             self.standby[index] = prepared
         held = self.host.run(prepared.look(), OPEN_TIMEOUT + 1)
         if not prepared.busy and any(len(text) - 1 - n >= STANDBY_TOKENS for text, n in zip(texts, held)):
-            self.host.run(prepared.fill(texts, "auto" if self.way == "none" else self.way), OPEN_TIMEOUT)
+            way = "auto" if self.way == "none" else self.way
+            self.host.run(prepared.fill(texts, way, share=STANDBY_SHARE), OPEN_TIMEOUT)
 
-    def replacement(self, peer: str | None) -> dict[Span, Source]:
+    def replacement(self, peer: str | None) -> Ready:
         """What was held ready for the stages of a server that is gone."""
-        return {
-            prepared.span: prepared.source
-            for index, prepared in self.standby.items()
-            if self.ring.spans[index].peer == peer
-        }
+        return _ready(each for each in self.standby.values() if self.ring.spans[each.index].peer == peer)
+
+
+def _ready(prepared: Iterable[Prepared]) -> Ready:
+    ready = Ready()
+    for each in prepared:
+        ready.sources[each.span] = each.source
+        ready.inexact += each.inexact
+    return ready

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.stage_link import RingError, StageLink, open_stage
 from bloombee_spec.hosts.base import Span
 from bloombee_spec.kv.chunks import KEY_BYTES
-from bloombee_spec.plan.recovery import Recovery
+from bloombee_spec.kv.levels import Level
+from bloombee_spec.plan.recovery import CHUNK, WAYS, Recovery
 from bloombee_spec.wire.frames import ControlFrame, encode
 from bloombee_spec.wire.messages import SESSION_BYTES, Open
-from bloombee_spec.wire.moving import Export, Import
+from bloombee_spec.wire.moving import MIN_RATE, Export, Import
 from bloombee_spec.wire.steering import Ping, Pong
 from bloombee_spec.wire.streams import StreamClosed, read_frame
 
@@ -32,16 +34,21 @@ GRACE_S, PATIENCE = 2.0, 3.0  # a transfer is given up after GRACE_S + PATIENCE 
 class Prepared:
     """Event loop only. Its stream stays open until the ring is closed.
 
-    :param span: blocks of stage `index`, at the other server, of which `info` tells more
+    :param span: blocks of stage `index`, or some of them, at the other server, of which `info` tells more
+    :param worst: lossiest level at which KV may come
     """
 
-    def __init__(self, ring: Ring, index: int, span: Span, info: StageInfo, max_length: int):
+    def __init__(
+        self, ring: Ring, index: int, span: Span, info: StageInfo, max_length: int, worst: Level = Level.LOSSLESS
+    ):
         self.span, self.index = span, index
-        self._ring, self._info, self._max_length = ring, info, max_length
+        self._ring, self._info, self._max_length, self._worst = ring, info, max_length, worst
         self._session = secrets.token_bytes(SESSION_BYTES)
-        self._embeds = index == 0 and ring.embeds and info.embed
+        self._first = span.start == ring.spans[index].start  # what the stage before it sends is for this span
+        self._embeds = index == 0 and self._first and ring.embeds and info.embed
         self._link: StageLink | None = None
         self.held: tuple[int, ...] = ()
+        self.inexact = 0  # tokens whose KV was ordered at a lossy level
         self._due: tuple[int, ...] = ()  # what was ordered, and when it should surely be there
         self._due_at = 0.0
 
@@ -71,39 +78,63 @@ class Prepared:
         self.held = (0,) * lanes
         ring.prepared.append(self._link)
 
-    async def fill(self, texts: Sequence[Sequence[int]], way: str) -> float:
+    async def fill(
+        self, texts: Sequence[Sequence[int]], way: str, deadline_s: float = math.inf, share: float = 1.0
+    ) -> float:
         """Have it sent what it lacks of the texts' rows, all but the last one's.
 
         :param way: `rows`, `kv` or `auto`
+        :param deadline_s: seconds until it should be there, for which the quality of KV may suffer as far as allowed
+        :param share: of the link's bandwidth that the transfer may take
         :returns: seconds after which nothing more is to be hoped for
         """
         assert self._link is not None
-        ring, index = self._ring, self.index
         missing = [max(0, len(text) - 1 - n) for text, n in zip(texts, self.held)]
-        recovery = self._recovery(sum(missing))
-        way = recovery.best if way == "auto" else way
-        if index == 0 and not self._embeds:
-            way = "kv"  # the rows would be the client's own embeddings
+        recovery = self._recovery(sum(missing), share)
+        rows_come = self._first and (self.index > 0 or self._embeds)  # else they would be the client's, or nobody's
+        ways = [each for each in WAYS if way in (each, "auto") and (each == "kv" or rows_come)] or ["kv"]
+        way, plan = recovery.choose(self._worst, deadline_s, tuple(ways))
+        rate = recovery.bandwidth_bps if share < 1 else 0.0
+        at = 0  # among the missing tokens of all lanes
         for lane, (text, start, n) in enumerate(zip(texts, self.held, missing)):
             if n == 0:
                 continue
             if way == "kv":
-                key = secrets.token_bytes(KEY_BYTES)
-                tokens = tuple(text[start : start + n])
-                self._link.box.put(ControlFrame(Import(lane, start, tokens, key).to_wire()))
-                order = Export("kv", self.span.peer, self._session, index, lane, start, start + n, key)
-                ring.control(order, index)
-            elif index == 0:
+                self._order_kv(lane, text, start, _runs(plan.levels, at, n), rate)
+            elif self.index == 0:
                 chunk = self._link.opened.max_prefill
                 for frame in prefix_frames(lane, 0, text[: start + n], start, chunk, self._max_length):
                     self._link.box.put_bytes(encode(frame))
             else:
-                order = Export("rows", self.span.peer, self._session, index, lane, start, start + n)
-                ring.control(order, index - 1)
-        patience = GRACE_S + PATIENCE * recovery.seconds(way)
+                order = Export("rows", self.span.peer, self._session, self.index, lane, start, start + n, rate=rate)
+                self._ring.control(order, self.index - 1)
+            at += n
+        patience = GRACE_S + PATIENCE * plan.seconds
         self._due = tuple(n + more for n, more in zip(self.held, missing))
         self._due_at = time.monotonic() + patience
         return patience
+
+    def _order_kv(
+        self, lane: int, text: Sequence[int], start: int, runs: Sequence[tuple[Level, int]], rate: float
+    ) -> None:
+        """:param runs: level and number of tokens, from `start` on"""
+        assert self._link is not None
+        key, end = secrets.token_bytes(KEY_BYTES), start + sum(n for _, n in runs)
+        lossy = any(not level.lossless for level, _ in runs)
+        self._link.box.put(ControlFrame(Import(lane, start, tuple(text[start:end]), key, lossy).to_wire()))
+        old = self._ring.spans[self.index]
+        whole = (self.span.start, self.span.end) == (old.start, old.end)
+        blocks = () if whole else (self.span.start, self.span.end)
+        for level, n in runs:
+            self._ring.control(
+                Export(
+                    "kv", self.span.peer, self._session, self.index, lane, start, start + n, key, int(level), blocks,
+                    rate,
+                ),
+                self.index,
+            )  # fmt: skip
+            start += n
+            self.inexact += 0 if level.lossless else n
 
     async def look(self) -> tuple[int, ...]:
         """By lane, the tokens that it holds now.
@@ -122,9 +153,24 @@ class Prepared:
                     break
         raise RingError(f"{self.span.peer} gave the prepared session up", self.span.peer)
 
-    def _recovery(self, tokens: int) -> Recovery:
+    def _recovery(self, tokens: int, share: float) -> Recovery:
         info, blocks = self._info, self.span.end - self.span.start
         rows = max(info.row_seconds) if info.row_seconds else 1
         row_s = blocks / max(1, info.end - info.start) * info.row_seconds.get(rows, 0.0) / rows
         bandwidth = known_bandwidth(info.peer) or self._ring.meter.bandwidth_into(self.index)
-        return Recovery(tokens, info.row_bytes, blocks * info.kv_bytes, row_s, bandwidth)
+        return Recovery(
+            tokens, info.row_bytes, blocks * info.kv_bytes, row_s, max(MIN_RATE, share * bandwidth),
+            value_bytes=info.row_bytes // info.hidden,
+        )  # fmt: skip
+
+
+def _runs(levels: Sequence[Level], at: int, n: int) -> list[tuple[Level, int]]:
+    """Levels of chunks, as runs `(level, tokens)` of the `n` tokens from number `at` on."""
+    runs: list[tuple[Level, int]] = []
+    for token in range(at, at + n):
+        level = levels[token // CHUNK]
+        if runs and runs[-1][0] == level:
+            runs[-1] = (level, runs[-1][1] + 1)
+        else:
+            runs.append((level, 1))
+    return runs

@@ -102,7 +102,7 @@ def watch_leaving(
     have another one ready for each."""
     mover = Mover(
         host, model, ring, lambda: plugin_servers(host, model), texts, max_length,
-        getattr(model.config, "active_adapter", None), config.moving,
+        getattr(model.config, "active_adapter", None), config.moving, config.churn_quality,
     )  # fmt: skip
     ring.mover = mover
     if config.standby:

@@ -15,7 +15,7 @@ from hivemind.utils.logging import get_logger
 from bloombee_spec.client.arguments import UnsupportedCall
 from bloombee_spec.client.collect import collect
 from bloombee_spec.client.decoder import RingDecoder
-from bloombee_spec.client.kept import Kept, Source
+from bloombee_spec.client.kept import Kept, Ready
 from bloombee_spec.client.relay import RelayDecoder
 from bloombee_spec.client.ring import Ring
 from bloombee_spec.client.round_decoder import RoundDecoder
@@ -25,7 +25,7 @@ from bloombee_spec.client.stats import SpecStats, Tally
 from bloombee_spec.client.stream import StreamRequest
 from bloombee_spec.config import SpecConfig
 from bloombee_spec.draft.base import Drafter
-from bloombee_spec.hosts.base import Host, NoRoute, Span
+from bloombee_spec.hosts.base import Host, NoRoute
 
 logger = get_logger(__name__)
 
@@ -99,7 +99,7 @@ class SpecSession:
             except RingMoved as e:
                 self._lost = self.tallies or [Tally()]
                 self._lost[0].moves += 1
-                self._leave_ring(e.peer, e.sources)
+                self._leave_ring(e.peer, e.ready)
                 logger.info(f"{e}: the ring goes on over another server")
             except RingError as e:
                 self._host.on_failure(self._model, e.peer)
@@ -107,7 +107,7 @@ class SpecSession:
                 self._lost = self.tallies or [Tally()]
                 self._lost[0].retries = retries
                 mover = None if self._ring is None else self._ring.mover
-                self._leave_ring(e.peer, {} if mover is None else mover.replacement(e.peer))
+                self._leave_ring(e.peer, Ready() if mover is None else mover.replacement(e.peer))
                 if retries > self._config.max_retries or not e.retriable:
                     raise
                 # At once where a server is to blame, who is avoided from now on; else ever later, not all at a time.
@@ -179,12 +179,13 @@ class SpecSession:
             logger.info(f"{how} in relay mode, through the host's own sessions: {reason}")
         return RelayDecoder(self._host, self._model, config, **sizes, new_drafter=drafters)
 
-    def _leave_ring(self, peer: str | None, ready: dict[Span, Source]) -> None:
-        """For another one without `peer`, with what other servers were made `ready` with."""
+    def _leave_ring(self, peer: str | None, ready: Ready) -> None:
+        """For another one without `peer`."""
         self._drop_ring()
         if self._kept is not None:
             self._kept.drop(peer)
-            self._kept.sources |= ready
+            self._kept.sources |= ready.sources
+            self._lost[0].inexact += ready.inexact
 
     def _drop_ring(self) -> None:
         """Another one is going to continue the text."""

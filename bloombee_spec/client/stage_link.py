@@ -8,6 +8,7 @@ from typing import Any
 
 from hivemind.p2p import PeerID
 
+from bloombee_spec.client.kept import Ready
 from bloombee_spec.hosts.base import Span
 from bloombee_spec.server.dialer import STREAM_PROTOCOL, WRITE_TIMEOUT
 from bloombee_spec.wire.frames import ControlFrame, FrameError
@@ -31,12 +32,12 @@ class RingError(RuntimeError):
 class RingMoved(RingError):
     """A server leaves and the ring can go on elsewhere; nobody is to blame.
 
-    :param peer: who leaves; `sources` what another server was prepared with
+    :param peer: who leaves; `ready` what other servers were prepared with
     """
 
-    def __init__(self, peer: str, sources: dict[Span, tuple[bytes, int]]):
+    def __init__(self, peer: str, ready: Ready):
         super().__init__(f"{peer} leaves", peer)
-        self.sources = sources
+        self.ready = ready
 
 
 @dataclass(eq=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import torch
 
+from bloombee_spec.server.pace import Pace
 from bloombee_spec.server.session import StageSession
 from bloombee_spec.wire.frames import encode
 from bloombee_spec.wire.messages import Link
@@ -26,14 +28,18 @@ async def replay(session: StageSession, box: Outbox, link: Link) -> None:
             await send_rows(session, index, start, end, box)
 
 
-async def send_rows(session: StageSession, index: int, start: int, end: int, box: Outbox) -> None:
+async def send_rows(
+    session: StageSession, index: int, start: int, end: int, box: Outbox, paces: Sequence[Pace] = ()
+) -> None:
     """:raises StreamClosed: as `replay`"""
     loop, at = asyncio.get_running_loop(), start
     while not session.dead and (chunk := next_rows(session, index, at, end)) is not None:
         frame = await loop.run_in_executor(None, session.outgoing.refill_frame, index, at, *chunk)
         await box.room(MAX_QUEUED, STUCK_S)
-        box.put_bytes(encode(frame))
+        sent = box.put_bytes(encode(frame))
         at += len(chunk[0])
+        for pace in paces:
+            await pace.spend(sent)
 
 
 def next_rows(session: StageSession, index: int, at: int, end: int) -> tuple[list[int], torch.Tensor] | None:
@@ -43,6 +49,6 @@ def next_rows(session: StageSession, index: int, at: int, end: int) -> tuple[lis
     with session.lock:
         if lane.log is None or not lane.log.first <= at < min(end, lane.log.end, lane.tree.length):
             return None
-        most = max(1, min(session.max_prefill, CHUNK_BYTES // lane.log.read(at, at + 1).nbytes))
+        most = max(1, min(session.max_prefill, CHUNK_BYTES // lane.log.row_bytes))
         stop = min(end, lane.log.end, lane.tree.length, at + most)
         return lane.tree.committed[at:stop], lane.log.read(at, stop)

@@ -183,7 +183,7 @@ class StageServer:
 
     def _new_transfers(self, dial: Dial) -> Transfers:
         vocab, n_blocks = self._loaded.config.vocab_size, self._loaded.n_blocks
-        return Transfers(n_blocks, vocab, self.stage.on_buffer, dial)
+        return Transfers(n_blocks, vocab, self.stage.on_buffer, dial, 1e6 * self._config.transfer_mbps)
 
     async def _attach(self) -> Any:
         # What dht.replicate_p2p() does, but never its cached replica: that one belongs to another thread's event loop.

@@ -12,9 +12,10 @@ from hivemind.utils.logging import get_logger
 
 from bloombee_spec.kv.buffer import move_columns
 from bloombee_spec.kv.chunk_stream import Received, SpanReceiver, TransferRefused, cut
-from bloombee_spec.kv.chunks import Depth, chunk_tokens, encode_chunk
+from bloombee_spec.kv.chunks import Depth, chunk_tokens, encode_chunk, max_chunk_bytes
 from bloombee_spec.kv.levels import EXACT_LEVELS, Level
 from bloombee_spec.kv.span import SpanShape, export_columns
+from bloombee_spec.server.pace import Pace
 from bloombee_spec.server.replay import MAX_QUEUED, STUCK_S, send_rows
 from bloombee_spec.server.session import StageSession
 from bloombee_spec.wire.activations import CodecError
@@ -28,6 +29,8 @@ logger = get_logger(__name__)
 LANE = struct.Struct("<H")
 CHUNK_TIMEOUT = 60.0
 MAX_TRANSFERS = 64  # of one session, waiting or under way
+LONGEST_CHUNK_S = 10.0  # at the pace of the transfer
+SHORTEST_CHUNK = 8  # tokens, on average
 
 OnBuffer = Callable[[StageSession, int, Callable[[torch.Tensor], Any]], Awaitable[Any]]
 Dial = Callable[[Export, str], Awaitable[Outbox]]
@@ -38,11 +41,13 @@ class Transfers:
 
     :param on_buffer: runs a function of a lane's KV buffer between two forwards
     :param dial: opens a stream to the prepared session that an export names
+    :param bits_per_s: for everything that goes out, together
     """
 
-    def __init__(self, model_blocks: int, vocab: int, on_buffer: OnBuffer, dial: Dial):
+    def __init__(self, model_blocks: int, vocab: int, on_buffer: OnBuffer, dial: Dial, bits_per_s: float = 0.0):
         self._model_blocks, self._vocab = model_blocks, vocab
         self._on_buffer, self._dial = on_buffer, dial
+        self._pace = Pace(bits_per_s)
         self._expected: dict[tuple[bytes, int], dict[int, tuple[Import, SpanReceiver]]] = {}
         self._tasks: dict[asyncio.Task[None], StageSession] = {}
 
@@ -70,6 +75,8 @@ class Transfers:
                 first = end = lane.filled
         if not first <= order.start < order.end <= end:
             raise FrameError(f"{order.what} of {order.start} to {order.end} are ordered, {first} to {end} are here")
+        if order.blocks and not session.open.start <= order.blocks[0] < order.blocks[1] <= session.open.end:
+            raise FrameError(f"blocks {order.blocks} are ordered of {session.open.start} to {session.open.end}")
         if sum(other is session for other in self._tasks.values()) >= MAX_TRANSFERS:
             raise FrameError(f"{MAX_TRANSFERS} transfers of this session are under way")
         task = asyncio.ensure_future(self._export(session, order))
@@ -84,7 +91,7 @@ class Transfers:
             return
         try:
             if order.what == "rows":
-                await send_rows(session, order.lane, order.start, order.end, box)
+                await send_rows(session, order.lane, order.start, order.end, box, (self._pace, Pace(order.rate)))
             else:
                 await self._send_kv(session, order, box)
             await box.room(0, STUCK_S)
@@ -95,20 +102,24 @@ class Transfers:
 
     async def _send_kv(self, session: StageSession, order: Export, box: Outbox) -> None:
         lane, loop = session.lanes[order.lane], asyncio.get_running_loop()
-        arena, depth = session.open.arena, Depth(session.open.start, self._model_blocks)
-        shape = await self._on_buffer(session, order.lane, SpanShape.of)
-        for start, end in cut(order.start, order.end, chunk_tokens(shape, MAX_FRAME_BYTES // 2)):
+        arena, (first, end_block) = session.open.arena, order.blocks or (session.open.start, session.open.end)
+        depth, paces = Depth(first, self._model_blocks), (self._pace, Pace(order.rate))
+        part = slice(first - session.open.start, end_block - session.open.start)
+        shape = await self._on_buffer(session, order.lane, lambda buffer: SpanShape.of(buffer[:, part]))
+        for start, end in cut(order.start, order.end, _chunk_tokens(shape, order.rate)):
 
             def copy(buffer: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
                 with session.lock:
                     moves = lane.take_moves()
                 move_columns(buffer, moves)
-                return export_columns(buffer, arena, start, end)
+                return export_columns(buffer[:, part], arena, start, end)
 
             kv = await self._on_buffer(session, order.lane, copy)
             data = await loop.run_in_executor(None, encode_chunk, kv, start, Level(order.level), depth, order.key)
             await box.room(MAX_QUEUED, STUCK_S)
             box.put_bytes(LANE.pack(order.lane) + data)
+            for pace in paces:
+                await pace.spend(len(data))
 
     # ---------------------------------------------------------------- in
 
@@ -121,7 +132,8 @@ class Transfers:
             raise FrameError(f"KV of {order.start} to {limit} is announced; {lane.filled} tokens are here")
         shape = await self._on_buffer(session, order.lane, SpanShape.of)
         levels = set(Level if order.lossy else EXACT_LEVELS) - {Level.RECOMPUTE}
-        receiver = SpanReceiver(shape, order.key, start=order.start, limit=limit, levels=levels)
+        most = 64 + len(order.tokens) // SHORTEST_CHUNK
+        receiver = SpanReceiver(shape, order.key, start=order.start, limit=limit, levels=levels, max_chunks=most)
         self._expected.setdefault(session.key, {})[order.lane] = order, receiver
 
     async def serve(self, session: StageSession, reader: asyncio.StreamReader) -> None:
@@ -163,3 +175,11 @@ class Transfers:
                 lane.fill(order.start, order.tokens)
 
         await self._on_buffer(session, order.lane, write)
+
+
+def _chunk_tokens(shape: SpanShape, rate: float) -> int:
+    """A chunk fits into a frame, and is not waited for as if nothing came."""
+    limit = MAX_FRAME_BYTES // 2
+    if rate:
+        limit = min(limit, max(int(rate * LONGEST_CHUNK_S / 8), max_chunk_bytes(shape, SHORTEST_CHUNK)))
+    return chunk_tokens(shape, limit)

@@ -10,6 +10,7 @@ from bloombee_spec.wire.message import Message, in_range
 from bloombee_spec.wire.messages import MAX_NAME, MAX_STAGES, SESSION_BYTES
 
 WHAT = ("rows", "kv")
+MIN_RATE = 1e4  # bits per second: an order that is never done holds resources
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Export(Message):
     :param what: `rows`, its output rows, for the span behind it; `kv`, its KV, for the same span
     :param peer: where that session is; `session`, `stage` its name there
     :param key: seals the chunks (`kv` only); `level` at which they are encoded, see `kv.levels`
+    :param blocks: `(first, end)`, those of which KV is sent; all of the stage's unless given
+    :param rate: bits per second that the transfer may take, 0: no limit
     """
 
     what: str
@@ -67,10 +70,16 @@ class Export(Message):
     end: int
     key: bytes = b""
     level: int = 0
+    blocks: tuple[int, ...] = ()
+    rate: float = 0.0
 
     def __post_init__(self) -> None:
         if self.what not in WHAT:
             raise ValueError(f"what is {self.what[:20]!r}")
+        if self.blocks and (self.what != "kv" or len(self.blocks) != 2 or not self.blocks[0] < self.blocks[1]):
+            raise ValueError(f"blocks are {self.blocks[:4]}")
+        if self.rate and not MIN_RATE <= self.rate < 1e15:
+            raise ValueError(f"a rate of {self.rate} bit/s")
         in_range(
             peer=(len(self.peer), 1, MAX_NAME),
             session=(len(self.session), SESSION_BYTES, SESSION_BYTES),
