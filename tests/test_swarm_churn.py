@@ -11,17 +11,17 @@ import pytest
 import torch
 from swarm_helpers import load_local, reference, respec
 
-from benchmarks.chaos import Faults, Trigger, generate, on_route, plugin_client
+from benchmarks.chaos import Faults, Trigger, on_route, plugin_client
 from benchmarks.compare import SPEC_SERVER
 from benchmarks.recovery import forgive
 from benchmarks.scenario import toy_jobs
 from benchmarks.swarm import LocalSwarm
 from benchmarks.toy_models import make_toy_llama
 from benchmarks.wan import LinkShape
+from bloombee_spec.wire.steering import Statistics
 
 pytestmark = pytest.mark.swarm
-NEW, LONG = 64, 192
-DEADLINE_S = 85.0
+LONG = 192
 
 
 @pytest.fixture(scope="module")
@@ -46,26 +46,36 @@ def model(replicas: LocalSwarm) -> Iterator[Any]:
     found.close()
 
 
-def strike(replicas: LocalSwarm, model: Any, model_path: Path, fault: str, at: int) -> Any:
+def strike(
+    replicas: LocalSwarm, model: Any, model_path: Path, fault: str, at: int, surely: bool = True
+) -> Statistics | None:
     """Decode `LONG` tokens and hit a server of the route after `at` of them; the text must be the same.
 
+    :param surely: the fault cannot miss the ring
     :returns: what the stage in the place of the one that was hit counted afterwards
     """
     (job,) = toy_jobs(1, LONG)
     expected, faults = reference(load_local(model_path), job.ids, LONG), Faults(replicas)
     ids = torch.tensor([job.ids])
-    with model.inference_session(max_length=len(job.ids) + LONG) as session:
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
-        victim = on_route(replicas, model, random.Random(0))
-        index = next(i for i, line in enumerate(model.last_stats.route) if replicas.servers[victim].peer_id in line)
-        trigger = Trigger(at, lambda: faults.kinds[fault](victim))
-        out = model.generate(None, max_new_tokens=LONG - 2, streamer=trigger)
-        assert out[0].tolist() == expected[2:]
-        assert model.last_stats.resumed >= len(job.ids), "the ring began anew"
-        assert all(replicas.servers[victim].peer_id not in line for line in model.last_stats.route)
-        counted = session.close()[index]
-    faults.repair(fault, victim)
-    forgive(model, replicas.servers[victim].peer_id)
+    victim = None
+    try:
+        with model.inference_session(max_length=len(job.ids) + LONG) as session:
+            model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+            victim = on_route(replicas, model, random.Random(0))
+            peer = replicas.servers[victim].peer_id
+            index = next(i for i, line in enumerate(model.last_stats.route) if peer in line)
+            trigger = Trigger(at, lambda: faults.kinds[fault](victim))
+            out = model.generate(None, max_new_tokens=LONG - 2, streamer=trigger)
+            assert out[0].tolist() == expected[2:]
+            assert model.last_stats.tokens == LONG - 2, "what was counted before the break counts"
+            if surely:
+                assert model.last_stats.resumed >= len(job.ids), "the ring began anew"
+                assert all(peer not in line for line in model.last_stats.route)
+            counted: Statistics | None = session.close()[index]
+    finally:
+        if victim is not None:
+            faults.repair(fault, victim)
+            forgive(model, replicas.servers[victim].peer_id)
     return counted
 
 
@@ -76,7 +86,7 @@ def test_a_standby_takes_over_with_what_it_was_given_before(
     counted = strike(replicas, model, model_path, "kill -9", 150)
     assert model.last_stats.retries == 1
     respec(model, standby=False)
-    assert counted.computed_rows < 150, "the standby had to compute the text first"
+    assert counted is not None and counted.computed_rows < 150, "the standby had to compute the text first"
 
 
 @pytest.mark.parametrize("way", ["rows", "kv"])
@@ -88,28 +98,14 @@ def test_a_server_that_leaves_hands_over_what_it_holds(
     assert model.last_stats.moves == 1 and model.last_stats.retries == 0
 
 
-@pytest.mark.parametrize("fault", ["freeze", "cut", "kill -9"])
+@pytest.mark.parametrize("fault", ["freeze", "kill -9", "cut"])
 def test_a_server_of_the_route_fails_in_mid_text(
     replicas: LocalSwarm, model: Any, model_path: Path, fault: str
 ) -> None:
-    local, faults, rng = load_local(model_path), Faults(replicas), random.Random(fault)
-    for at, job in zip((2, 20), toy_jobs(2, NEW)):
-        respec(
-            model, speculate=at == 20
-        )  # plainly, so that the fault surely finds laps left to spoil; then in mid-tree
-        ids = torch.tensor([job.ids])
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)  # shows the route
-        victim = on_route(replicas, model, rng)
-        expected = reference(local, job.ids, NEW)
-        outcome = generate(model, job.ids, expected, fault, at, lambda: faults.kinds[fault](victim), "plugin")  # noqa: B023
-        assert outcome.error == "" and outcome.identical
-        if (
-            at == 2 and "cut" not in fault
-        ):  # peers may talk over a connection that the victim opened, and no relay carries
-            assert outcome.retries >= 1, "the fault did not hit the ring"
-            assert model.last_stats.resumed, "nobody went on with what the other stage holds"
-        assert model.last_stats.tokens == NEW, "what was counted before the break counts"
-        assert outcome.seconds < DEADLINE_S
-        if fault == "kill -9":
-            return  # the other replicas serve what is left
-        faults.repair(fault, victim)
+    respec(model, speculate=False)  # so that the fault surely finds laps left to spoil
+    surely = fault != "cut"  # peers may talk over a connection that the victim opened, and no relay carries
+    strike(replicas, model, model_path, fault, 2, surely)
+    assert model.last_stats.retries >= surely, "the fault did not hit the ring"
+    if fault != "kill -9":  # which takes long to mend
+        respec(model, speculate=True)  # in mid-tree
+        strike(replicas, model, model_path, fault, 20, surely=False)

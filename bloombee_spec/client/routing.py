@@ -71,6 +71,9 @@ def open_ring(
     n_blocks = model.config.num_hidden_layers
     uncovered = [block for block in range(n_blocks) if not any(i.start <= block < i.end for i in infos.values())]
     if uncovered:
+        if kept is not None:  # the plugin was there a moment ago: whoever did not answer is asked again next time
+            known = model._spec_server_infos
+            known.update({peer: (-NEGATIVE_LIFETIME, None) for peer, (_, info) in known.items() if info is None})
         raise NoPluginRoute(
             f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin "
             f"for {lanes} streams of {max_length} tokens"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from importlib import import_module, metadata
 from typing import Any
 
@@ -73,13 +74,18 @@ class PetalsLikeHost(Host):
             raise
 
     def servers(self, model: Any) -> dict[str, tuple[int, int]]:
+        """As the host knows them now. After a failure it looks around again, which takes seconds where peers do not
+        answer; that is waited for only if there is a block that nobody else serves."""
         manager = _manager(model)
-        if not manager.ready.is_set():
+        known = manager.state.sequence_info
+        lacking = known.last_updated_time is None or not all(block.servers for block in known.block_infos)
+        if lacking and not manager.ready.is_set():
             self._sequence(manager, 0, 1, mode="max_throughput")
         with manager.lock_changes:
             return {
                 span.peer_id.to_base58(): (span.start, span.end)
-                for span in manager.state.sequence_info.spans_by_priority
+                for span in known.spans_by_priority
+                if span.peer_id in known.block_infos[span.start].servers  # else it failed since they were sorted
             }
 
     def route(
@@ -93,11 +99,11 @@ class PetalsLikeHost(Host):
     def on_failure(self, model: Any, peer: str | None) -> None:
         if peer is not None:
             model.__dict__["_spec_failed_at"] = time.monotonic()
+        manager = _manager(model)
+        manager.on_request_failure(None if peer is None else PeerID.from_base58(peer))
+        manager.update(wait=False)  # by itself it would go on routing over the peer for a minute
         with _restricting:
-            managers = (_manager(model), *_restricted_managers(model).values())
-        for manager in managers:
-            manager.on_request_failure(None if peer is None else PeerID.from_base58(peer))
-            manager.update(wait=False)  # by itself it would go on routing over the peer for a minute
+            _forget(_restricted_managers(model))
 
     def has_bans(self, model: Any) -> bool:
         failed_at: float = model.__dict__.get("_spec_failed_at", -BAN_S)
@@ -144,14 +150,19 @@ class PetalsLikeHost(Host):
         managers = _restricted_managers(model)
         if peers not in managers:
             base = _manager(model)
-            for old in managers.values():
-                _quietly(old.shutdown)
-            managers.clear()
+            _forget(managers)
             config = copy.copy(base.config)
             config.allowed_servers = sorted(peers)
-            state = self._routing.SequenceManagerState(p2p=base.state.p2p, banned_peers=base.state.banned_peers)
-            manager_class = self._routing.RemoteSequenceManager
-            managers[peers] = manager_class(config, base.block_uids, dht=base.dht, state=state)
+            known = type(base.state.sequence_info).make_empty(base.block_uids)
+            with base.lock_changes:
+                if base.state.sequence_info.last_updated_time is not None:  # it need not ask the swarm again
+                    known.update_([_among(peers, block) for block in base.state.sequence_info.block_infos])
+            state = self._routing.SequenceManagerState(
+                p2p=base.state.p2p, sequence_info=known, banned_peers=base.state.banned_peers
+            )
+            manager = self._routing.RemoteSequenceManager(config, base.block_uids, dht=base.dht, state=state)
+            manager.ping_aggregator = base.ping_aggregator
+            managers[peers] = manager
         return managers[peers]
 
     def _sequence(self, manager: Any, *blocks: int | None, **options: Any) -> Any:
@@ -196,6 +207,19 @@ _restricting = (
 def _restricted_managers(model: Any) -> dict[frozenset[str], Any]:
     managers: dict[frozenset[str], Any] = model.__dict__.setdefault("_spec_restricted_managers", {})
     return managers
+
+
+def _forget(managers: dict[frozenset[str], Any]) -> None:
+    """A manager that is just looking around ends afterwards; nobody waits for it."""
+    for manager in managers.values():
+        threading.Thread(target=_quietly, args=(manager.shutdown,), daemon=True).start()
+    managers.clear()
+
+
+def _among(peers: frozenset[str], block: Any) -> Any:
+    """The host's record of a block, with these servers only."""
+    kept = {peer: info for peer, info in block.servers.items() if peer.to_base58() in peers}
+    return replace(block, servers=kept)
 
 
 def _quietly(call: Any) -> None:
