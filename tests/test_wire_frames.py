@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bloombee_spec.tree import NodeSpec, committed_ref
+from bloombee_spec.wire import streams
 from bloombee_spec.wire.frames import (
     MAX_FRAME_BYTES,
     CommitFrame,
@@ -214,3 +215,44 @@ def test_frames_arrive_in_order_and_whole() -> None:
         other.close()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("size", "warm", "kept"), [(20_000, True, True), (2_000, True, False), (20_000, False, False)]
+)
+def test_a_link_of_large_frames_is_kept_warm_for_a_while(
+    size: int, warm: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "WARM_EVERY", 0.01)
+    monkeypatch.setattr(streams, "WARM_FOR", 0.1)
+
+    async def run() -> int:
+        reader, writer, other = await _pair()
+        box = Outbox(writer, max_bytes=1 << 20, timeout=5, warm=warm)
+        box.put_bytes(b"x" * size)
+        await reader.readexactly(size + streams.LENGTH_BYTES)
+        await asyncio.sleep(0.3)
+        box.put_bytes(b"end")
+        await box.aclose()
+        rest = await reader.read()
+        other.close()
+        assert rest.endswith(streams.framed_bytes(b"end"))
+        noops = rest[: -len(streams.framed_bytes(b"end"))]
+        assert not any(noops), "something else than no-ops"
+        return len(noops) // streams.LENGTH_BYTES
+
+    noops = asyncio.run(run())
+    assert (1 <= noops <= 11) if kept else noops == 0, "without end, or none"
+
+
+def test_readers_skip_what_keeps_a_link_warm() -> None:
+    async def run() -> bytes:
+        reader = asyncio.StreamReader()
+        reader.feed_data(3 * streams.NOOP + streams.framed_bytes(b"frame") + streams.NOOP)
+        reader.feed_eof()
+        frame = await read_frame_bytes(reader, 5)
+        with pytest.raises(StreamClosed):
+            await read_frame_bytes(reader, 5)
+        return frame
+
+    assert asyncio.run(run()) == b"frame"

@@ -38,7 +38,10 @@ class Dialer:
         except Exception as e:
             session.fail(f"stage {session.open.stage} cannot reach stage {stage} at {peer}: {e!r}", stage)
             return None
-        box = Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA, traffic=traffic)
+        data = role == DATA
+        box = Outbox(
+            writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=data, warm=data, traffic=traffic
+        )
         watch = asyncio.ensure_future(_watch(reader, session, role, stage))
         box.task.add_done_callback(lambda _: watch.cancel())
         return box

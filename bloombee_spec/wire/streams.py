@@ -12,6 +12,10 @@ from bloombee_spec.wire.frames import MAX_FRAME_BYTES, Encoded, Frame, FrameErro
 from bloombee_spec.wire.ledger import LENGTH_BYTES, STAMP_BYTES, Traffic
 
 STAMP_RANGE = 1 << 8 * STAMP_BYTES
+NOOP = bytes(LENGTH_BYTES)  # a frame of no length, which readers skip
+# A TCP connection that was silent for its retransmission timeout (200 ms and more) starts again with a small window,
+# and what exceeds that takes round trips more; measured by `benchmarks.keep_warm`.
+FIRST_WINDOW, WARM_EVERY, WARM_FOR = 14_000, 0.1, 3.0  # bytes, seconds, seconds
 
 
 class StreamClosed(ConnectionError):
@@ -53,7 +57,9 @@ async def read_frame(reader: asyncio.StreamReader, timeout: float | None, traffi
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+    while (head := await reader.readexactly(LENGTH_BYTES)) == NOOP:
+        pass
+    length = int.from_bytes(head, "big")
     if not 3 <= length <= MAX_FRAME_BYTES:
         raise FrameError(f"peer announced a frame of {length} bytes, at most {MAX_FRAME_BYTES} are allowed")
     return await reader.readexactly(length)
@@ -63,6 +69,10 @@ def framed(frame: Frame, traffic: Traffic) -> bytes:
     """A frame as it travels on a stream; `traffic` counts it."""
     data = encode(frame)
     traffic.sent(data)
+    return framed_bytes(data)
+
+
+def framed_bytes(data: bytes) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
@@ -74,7 +84,8 @@ class Outbox:
 
     :param stamped: every frame carries the time at which it was written, from which the receiver learns the link's
         bandwidth
-    :param traffic: what counts the frames; by default one that starts at nothing
+    :param warm: while frames are large, and come again and again, no-ops in between keep TCP's window open
+    :param traffic: what counts the frames, not the no-ops; by default one that starts at nothing
     """
 
     def __init__(
@@ -84,8 +95,10 @@ class Outbox:
         max_bytes: int,
         timeout: float,
         stamped: bool = False,
+        warm: bool = False,
         traffic: Traffic | None = None,
     ):
+        self._warm, self._warm_until, self._burst = warm, 0.0, 0
         self._writer, self._max_bytes, self._timeout, self._stamped = writer, max_bytes, timeout, stamped
         self._queue: deque[bytes] = deque()
         self._queued = 0
@@ -151,14 +164,29 @@ class Outbox:
                     self._queued -= len(data)
                     if self._stamped:
                         data = stamp_now().to_bytes(STAMP_BYTES, "big") + data
-                    self._writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+                    self._writer.write(framed_bytes(data))
+                    self._burst += len(data)
                     if not self._queue:
                         await asyncio.wait_for(self._writer.drain(), self._timeout)
                 if self._closing:
                     return
                 self._wake.clear()
-                await self._wake.wait()
+                await self._idle()
         except asyncio.CancelledError:
             raise
         except Exception as e:
             self.failure = StreamClosed(f"stream broke while sending: {e!r}")
+
+    async def _idle(self) -> None:
+        """Until there is something to send."""
+        if self._burst > FIRST_WINDOW:
+            self._warm_until = time.monotonic() + WARM_FOR
+        self._burst = 0
+        while self._warm and time.monotonic() < self._warm_until:
+            try:
+                await asyncio.wait_for(self._wake.wait(), WARM_EVERY)
+                return
+            except asyncio.TimeoutError:
+                self._writer.write(NOOP)
+                await asyncio.wait_for(self._writer.drain(), self._timeout)
+        await self._wake.wait()
