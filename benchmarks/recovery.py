@@ -44,7 +44,9 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Line:
-    """:param stall_s: seconds beyond a usual lap; `same` whether the text is that of the undisturbed run"""
+    """:param stall_s: seconds beyond a usual lap; `moved` false where the text ended before the ring had to move
+    :param same: whether the text is that of the undisturbed run
+    """
 
     mbps: float
     context: int
@@ -52,6 +54,7 @@ class Line:
     stall_s: float
     lap_s: float
     resumed: int
+    moved: bool
     same: bool
 
 
@@ -76,7 +79,8 @@ def measure(swarm: LocalSwarm, model: Any, way: str, prompt: Sequence[int], text
     swarm.restart(victim)
     forgive(model, swarm.servers[victim].peer_id)
     same = out[0].tolist()[-(new - 2) :] == list(text[2:])
-    return Line(0.0, len(prompt), way, max(0.0, trigger.stall_s - stats.lap_s), stats.lap_s, stats.resumed, same)
+    stall_s, moved = max(0.0, trigger.stall_s - stats.lap_s), stats.moves + stats.retries > 0
+    return Line(0.0, len(prompt), way, stall_s, stats.lap_s, stats.resumed, moved, same)
 
 
 def forgive(model: Any, peer: str) -> None:
@@ -90,8 +94,8 @@ def table(lines: Sequence[Line]) -> str:
     head = ("Mbit/s", "context", "what", "stall, s", "in laps", "tokens not computed again", "same text")
     rows = [
         (
-            f"{x.mbps:g}", x.context, x.way, f"{x.stall_s:.2f}", f"{x.stall_s / max(x.lap_s, 1e-9):.1f}", x.resumed,
-            "yes" if x.same else "NO",
+            f"{x.mbps:g}", x.context, x.way, f"{x.stall_s:.2f}" if x.moved else "text ended first",
+            f"{x.stall_s / max(x.lap_s, 1e-9):.1f}" if x.moved else "", x.resumed, "yes" if x.same else "NO",
         )
         for x in lines
     ]  # fmt: skip
