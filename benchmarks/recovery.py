@@ -4,8 +4,8 @@
 
 SmolLM2 over four spans behind relays; the second span has two servers, and the one in use is killed, or told to leave,
 in mid-text. A stall is the longest wait for a token afterwards, less a usual lap. For a crash: everything computed
-again, or gone on with what the others hold. For a polite leave: nothing prepared, the rows of the stage before, KV, or
-whichever the plugin expects to be there sooner.
+again, gone on with what the others hold, or a second server that was kept ready. For a polite leave: nothing prepared,
+the rows of the stage before, KV, or whichever the plugin expects to be there sooner.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ MAX_LENGTH, VOCAB = 2048, 49152
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "crash, all again": ("crash", {"resume": False}),
     "crash, gone on with": ("crash", {"resume": True}),
+    "crash, standby": ("crash", {"standby": True}),
     "leave, nothing prepared": ("leave", {"moving": "none"}),
     "leave, rows": ("leave", {"moving": "rows"}),
     "leave, kv": ("leave", {"moving": "kv"}),
@@ -73,7 +74,7 @@ def measure(swarm: LocalSwarm, model: Any, way: str, prompt: Sequence[int], text
             else:
                 os.kill(process.pid, signal.SIGTERM)
 
-        trigger = Trigger(6, strike)
+        trigger = Trigger(16 if config.get("standby") else 6, strike)  # a standby needs time to be filled
         out = model.generate(None, max_new_tokens=new - 2, streamer=trigger)
         stats = model.last_stats
     swarm.restart(victim)
