@@ -74,7 +74,7 @@ def measure(swarm: LocalSwarm, model: Any, way: str, prompt: Sequence[int], text
             else:
                 os.kill(process.pid, signal.SIGTERM)
 
-        trigger = Trigger(16 if config.get("standby") else 6, strike)  # a standby needs time to be filled
+        trigger = Trigger(new - 12 if config.get("standby") else 6, strike)  # a standby needs time to be filled
         out = model.generate(None, max_new_tokens=new - 2, streamer=trigger)
         stats = model.last_stats
     swarm.restart(victim)
