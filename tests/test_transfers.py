@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from bloombee_spec.kv.chunk_stream import TransferRefused
-from bloombee_spec.kv.chunks import KEY_BYTES
+from bloombee_spec.kv.chunks import KEY_BYTES, max_chunk_bytes
+from bloombee_spec.kv.levels import Level
+from bloombee_spec.kv.span import SpanShape
 from bloombee_spec.lane import Lane
 from bloombee_spec.server.boundary import BoundaryLog, LogBudget
 from bloombee_spec.server.pace import Pace
-from bloombee_spec.server.transfers import LANE, Transfers
-from bloombee_spec.wire.frames import FrameError
+from bloombee_spec.server.transfers import LANE, Transfers, _level_and_tokens
+from bloombee_spec.wire.frames import MAX_FRAME_BYTES, FrameError
 from bloombee_spec.wire.moving import Export, Import
 
 SHAPE = (2, 2, 2, 8 + 600, 4)  # keys and values, blocks, heads, arena + max_length, head size
@@ -126,6 +128,73 @@ def lossy_run(lossy: bool) -> tuple[Any, Any]:
 
     asyncio.run(run())
     return source, target
+
+
+def test_chunks_of_one_transfer_come_by_several_streams() -> None:
+    source, target = session(prepared=False, filled=519), session(prepared=True)
+    pipes: list[Pipe] = []
+
+    async def run() -> None:
+        async def dial(*_: Any) -> Any:
+            pipes.append(Pipe())
+            return pipes[-1]
+
+        async def on_buffer(session: Any, index: int, job: Any) -> Any:
+            return job(session.buffer)
+
+        server = Transfers(2, 1000, on_buffer, dial)
+        await server.expect(target, Import(0, 0, TEXT, KEY, True))
+        for start, end, level in ((0, 256, 3), (256, 400, 2), (400, 519, 0)):
+            server.export(source, Export("kv", "peer", bytes(16), 0, 0, start, end, KEY, level=level))
+        while len(pipes) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*[server.receive(target, pipe.reader) for pipe in pipes])
+
+    asyncio.run(run())
+    assert target.lanes[0].filled == 519
+    assert torch.equal(source.buffer[:, :, :, 408:527], target.buffer[:, :, :, 408:527])
+
+
+def test_a_chunk_may_come_before_the_clients_announcement() -> None:
+    source, target = session(prepared=False, filled=300), session(prepared=True)
+
+    async def run() -> None:
+        server = transfers(pipe := Pipe())
+        server.export(source, Export("kv", "peer", bytes(16), 0, 0, 0, 300, KEY))
+        receiving = asyncio.ensure_future(server.receive(target, pipe.reader))
+        await asyncio.sleep(0.2)
+        await server.expect(target, Import(0, 0, TEXT[:300], KEY))
+        await receiving
+
+    asyncio.run(run())
+    assert target.lanes[0].filled == 300
+
+
+def test_a_transfer_ends_with_the_session_that_it_is_of() -> None:
+    async def run() -> int:
+        source = session(prepared=False, filled=300)
+        server = transfers(pipe := Pipe())
+        for _ in range(3):
+            server.export(source, Export("kv", "peer", bytes(16), 0, 0, 0, 300, KEY, rate=1e4))
+        await asyncio.sleep(0.3)
+        assert server.under_way == 3 and pipe.sent, "they wait for their pace"
+        server.ended(source)
+        await asyncio.sleep(0.3)
+        return server.under_way
+
+    assert asyncio.run(run()) == 0
+
+
+@pytest.mark.parametrize("blocks", [16, 32])
+@pytest.mark.parametrize("level", [Level.LOSSLESS, Level.INT8, Level.COARSE])
+def test_kv_of_wide_spans_travels(blocks: int, level: Level) -> None:
+    """Of a 7B model without grouped heads: half of it, or all."""
+    shape = SpanShape(blocks, 32, 128, torch.bfloat16)
+    for rate in (0.0, 1e5):
+        order = Export("kv", "peer", bytes(16), 0, 0, 0, 300, KEY, level=level, rate=rate)
+        used, tokens = _level_and_tokens(shape, order)
+        assert max_chunk_bytes(shape, tokens, used) + LANE.size <= MAX_FRAME_BYTES
+        assert used in (level, Level.LOSSLESS) and (rate or tokens >= 8)
 
 
 def test_lossy_chunks_are_taken_where_the_client_said_so() -> None:

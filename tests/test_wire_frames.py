@@ -256,3 +256,13 @@ def test_readers_skip_what_keeps_a_link_warm() -> None:
         return frame
 
     assert asyncio.run(run()) == b"frame"
+
+
+def test_nobody_is_kept_busy_with_no_ops() -> None:
+    async def run() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data((streams.MAX_NOOPS + 1) * streams.NOOP)
+        with pytest.raises(FrameError, match="no-ops"):
+            await read_frame_bytes(reader, 5)
+
+    asyncio.run(run())

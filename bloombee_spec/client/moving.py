@@ -7,9 +7,10 @@ the missing rows from the stage before it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from bloombee_spec.client.info import StageInfo
 from bloombee_spec.client.kept import Ready
 from bloombee_spec.client.prepared import OPEN_TIMEOUT, Prepared
 from bloombee_spec.client.ring import Ring
-from bloombee_spec.client.stage_link import RingMoved
+from bloombee_spec.client.stage_link import RingError, RingMoved
 from bloombee_spec.hosts.base import Host, NoRoute, Span
 from bloombee_spec.kv.levels import Level
 
@@ -38,7 +39,7 @@ Texts = Callable[[], list[tuple[int, ...]]]
 def leaving(model: Any) -> set[str]:
     """Servers that announced to leave, and may not have left yet."""
     until: dict[str, float] = model.__dict__.setdefault("_spec_leaving", {})
-    return {peer for peer, end in until.items() if time.monotonic() < end}
+    return {peer for peer, end in list(until.items()) if time.monotonic() < end}
 
 
 @dataclass
@@ -63,6 +64,7 @@ class Mover:
 
     def __post_init__(self) -> None:
         self._started: set[int] = set()
+        self._preparing: dict[int, list[Prepared]] = {}  # by stage, in place of its server that leaves
         self._worst = Level.LOSSLESS if self.quality == "exact" else Level[self.quality.upper()]
 
     # ---------------------------------------------------------------- a server leaves
@@ -90,15 +92,14 @@ class Mover:
                     return
             self.host.on_failure(self.model, None)  # makes the host's routing look again
             time.sleep(LOOK_S)
-        ready = Ready()
-        if self.way != "none" and self.ring.prefilled:
+        left = end - time.monotonic()
+        if self.way != "none" and self.ring.prefilled and left > 0:
             try:
-                preparing = self._prepare(index, spans, infos, texts, max(0.0, end - time.monotonic()))
-                ready = self.host.run(preparing, OPEN_TIMEOUT + seconds)
+                self.host.run(self._prepare(index, spans, infos, texts, left), left + 1)
             except Exception as e:
                 logger.info(f"The move from {old.peer} is not prepared: {e!r}")
         if not self.ring.closed:
-            self.ring.events.put(RingMoved(old.peer, ready))
+            self.ring.events.put(RingMoved(old.peer, self.replacement(old.peer)))
 
     def _others(self, index: int, lanes: int) -> tuple[list[Span], dict[str, StageInfo]]:
         """Other servers for the blocks of a stage.
@@ -114,33 +115,37 @@ class Mover:
     async def _prepare(
         self, index: int, spans: Sequence[Span], infos: Mapping[str, StageInfo], texts: Sequence[tuple[int, ...]],
         seconds: float,
-    ) -> Ready:  # fmt: skip
-        """The servers that share the stage's blocks from now on, with the texts as far as they arrived in time."""
+    ) -> None:  # fmt: skip
+        """Give the servers that share the stage's blocks from now on the texts, as far as they arrive in time."""
         deadline = time.monotonic() + seconds
         found = await asyncio.gather(
-            *[self._prepare_one(index, span, infos[span.peer], texts, deadline) for span in spans],
+            *[
+                asyncio.wait_for(self._prepare_one(index, span, infos[span.peer], texts, deadline), seconds)
+                for span in spans
+            ],
             return_exceptions=True,
         )
         for result in found:
             if isinstance(result, BaseException):
                 logger.info(f"Part of the move is not prepared: {result!r}")
-        return _ready(each for each in found if isinstance(each, Prepared))
 
     async def _prepare_one(
         self, index: int, span: Span, info: StageInfo, texts: Sequence[tuple[int, ...]], deadline: float
-    ) -> Prepared:
+    ) -> None:
+        lengths = [len(text) - 1 for text in texts]
         prepared = self.standby.get(index)
-        if prepared is None or prepared.span != span:
+        if prepared is None or prepared.span != span or prepared.stuck:
             prepared = self._new(index, span, info)
             await prepared.open(self.host.p2p(self.model), len(texts), self.adapter)
-        lengths = [len(text) - 1 for text in texts]
-        left = deadline - time.monotonic()
-        end = time.monotonic() + min(left, await prepared.fill(texts, self.way, left))
-        while time.monotonic() < end:
+        self._preparing.setdefault(index, []).append(prepared)  # whatever it holds is of use
+        ordered = False
+        while any(have < n for have, n in zip(await prepared.look(), lengths)) and time.monotonic() < deadline:
+            if not prepared.busy:
+                if ordered or prepared.stuck:
+                    return
+                await prepared.fill(texts, self.way, deadline - time.monotonic())
+                ordered = True
             await asyncio.sleep(POLL_S)
-            if all(have >= n for have, n in zip(await prepared.look(), lengths)):
-                break
-        return prepared
 
     def _new(self, index: int, span: Span, info: StageInfo) -> Prepared:
         return Prepared(self.ring, index, span, info, self.max_length, self._worst)
@@ -162,7 +167,7 @@ class Mover:
                     self._look_after(index)
                 except Exception as e:
                     logger.debug(f"No standby for stage {index}: {e!r}")
-                    self.standby.pop(index, None)
+                    self._give_up(index)
                     not_before[index] = time.monotonic() + STANDBY_PAUSE_S
 
     def _look_after(self, index: int) -> None:
@@ -177,18 +182,25 @@ class Mover:
             self.host.run(opening, OPEN_TIMEOUT + 1)
             self.standby[index] = prepared
         held = self.host.run(prepared.look(), OPEN_TIMEOUT + 1)
+        if prepared.stuck:
+            raise RingError(f"what {prepared.span.peer} was to be given did not come")
         if not prepared.busy and any(len(text) - 1 - n >= STANDBY_TOKENS for text, n in zip(texts, held)):
             way = "auto" if self.way == "none" else self.way
             self.host.run(prepared.fill(texts, way, share=STANDBY_SHARE), OPEN_TIMEOUT)
 
+    def _give_up(self, index: int) -> None:
+        prepared = self.standby.pop(index, None)
+        if prepared is not None and index not in self._started:
+            with contextlib.suppress(Exception):
+                self.host.run(prepared.close(), OPEN_TIMEOUT)
+
     def replacement(self, peer: str | None) -> Ready:
-        """What was held ready for the stages of a server that is gone."""
-        return _ready(each for each in self.standby.values() if self.ring.spans[each.index].peer == peer)
-
-
-def _ready(prepared: Iterable[Prepared]) -> Ready:
-    ready = Ready()
-    for each in prepared:
-        ready.sources[each.span] = each.source
-        ready.inexact += each.inexact
-    return ready
+        """What other servers hold ready for the stages of one that is gone, or leaves."""
+        ready = Ready()
+        for index, span in enumerate(self.ring.spans):
+            if span.peer == peer:
+                standby = self.standby.get(index)
+                prepared = [*self._preparing.get(index, ())] or ([] if standby is None else [standby])
+                ready.sources.update({each.span: each.source for each in prepared})
+                ready.inexact += max((each.inexact for each in prepared), default=0)
+        return ready

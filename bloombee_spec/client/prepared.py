@@ -22,7 +22,7 @@ from bloombee_spec.kv.chunks import KEY_BYTES
 from bloombee_spec.kv.levels import Level
 from bloombee_spec.plan.recovery import CHUNK, WAYS, Recovery
 from bloombee_spec.wire.frames import ControlFrame, encode
-from bloombee_spec.wire.messages import SESSION_BYTES, Open
+from bloombee_spec.wire.messages import SESSION_BYTES, Close, Open
 from bloombee_spec.wire.moving import MIN_RATE, Export, Import
 from bloombee_spec.wire.steering import Ping, Pong
 from bloombee_spec.wire.streams import StreamClosed, read_frame
@@ -48,15 +48,29 @@ class Prepared:
         self._embeds = index == 0 and self._first and ring.embeds and info.embed
         self._link: StageLink | None = None
         self.held: tuple[int, ...] = ()
-        self.inexact = 0  # tokens whose KV was ordered at a lossy level
+        self._talking = asyncio.Lock()  # one question at a time
+        self._lossy: list[tuple[int, int, int]] = []  # lane, first position, end of KV ordered at a lossy level
         self._due: tuple[int, ...] = ()  # what was ordered, and when it should surely be there
         self._due_at = 0.0
 
     @property
     def busy(self) -> bool:
         """What was ordered is still on its way, as far as one can tell."""
-        late = time.monotonic() > self._due_at
-        return not late and any(have < due for have, due in zip(self.held, self._due))
+        return self._lacks and time.monotonic() <= self._due_at
+
+    @property
+    def stuck(self) -> bool:
+        """What was ordered did not come in time. It may still come, so that nothing else can be ordered."""
+        return self._lacks and time.monotonic() > self._due_at
+
+    @property
+    def _lacks(self) -> bool:
+        return any(have < due for have, due in zip(self.held, self._due))
+
+    @property
+    def inexact(self) -> int:
+        """Tokens whose KV is there at a lossy level."""
+        return sum(max(0, min(end, self.held[lane]) - start) for lane, start, end in self._lossy)
 
     @property
     def source(self) -> Source:
@@ -77,6 +91,17 @@ class Prepared:
         self._link = await asyncio.wait_for(open_stage(p2p, request, self.span), OPEN_TIMEOUT)
         self.held = (0,) * lanes
         ring.prepared.append(self._link)
+        if ring.closed:  # meanwhile: nobody else would close it
+            await self.close()
+            raise RingError("the ring is closed")
+
+    async def close(self) -> None:
+        """Give the session up."""
+        if self._link is not None and self._link in self._ring.prepared:
+            self._ring.prepared.remove(self._link)
+            with contextlib.suppress(StreamClosed):
+                self._link.box.put(ControlFrame(Close(False).to_wire()))
+            await self._link.box.aclose(0.5)
 
     async def fill(
         self, texts: Sequence[Sequence[int]], way: str, deadline_s: float = math.inf, share: float = 1.0
@@ -94,7 +119,9 @@ class Prepared:
         rows_come = self._first and (self.index > 0 or self._embeds)  # else they would be the client's, or nobody's
         ways = [each for each in WAYS if way in (each, "auto") and (each == "kv" or rows_come)] or ["kv"]
         way, plan = recovery.choose(self._worst, deadline_s, tuple(ways))
-        rate = recovery.bandwidth_bps if share < 1 else 0.0
+        rate = (
+            max(MIN_RATE, recovery.bandwidth_bps / sum(n > 0 for n in missing)) if share < 1 and any(missing) else 0.0
+        )
         at = 0  # among the missing tokens of all lanes
         for lane, (text, start, n) in enumerate(zip(texts, self.held, missing)):
             if n == 0:
@@ -133,8 +160,9 @@ class Prepared:
                 ),
                 self.index,
             )  # fmt: skip
+            if not level.lossless:
+                self._lossy.append((lane, start, start + n))
             start += n
-            self.inexact += 0 if level.lossless else n
 
     async def look(self) -> tuple[int, ...]:
         """By lane, the tokens that it holds now.
@@ -143,6 +171,10 @@ class Prepared:
         """
         assert self._link is not None
         link = self._link
+        async with self._talking:
+            return await self._look(link)
+
+    async def _look(self, link: StageLink) -> tuple[int, ...]:
         with contextlib.suppress(StreamClosed):
             link.box.put(ControlFrame(Ping().to_wire()))
             while isinstance(frame := await read_frame(link.reader, OPEN_TIMEOUT, link.received), ControlFrame):

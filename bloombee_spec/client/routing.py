@@ -59,21 +59,15 @@ def open_ring(
     :raises NoPluginRoute: the plugin's servers do not cover all blocks, or their limits are too small for this session
     :raises RingError: a stage cannot be reached or refuses
     """
-    adapter = getattr(model.config, "active_adapter", None)
-    away = leaving(model)
-    infos = {
-        peer: info
-        for peer, info in plugin_servers(host, model).items()
-        if info.max_lanes >= lanes and info.max_length >= max_length and peer not in away
-        and (config.codec == "auto" or config.codec in info.codecs)
-        and (adapter is None or adapter in info.adapters)
-    }  # fmt: skip
     n_blocks = model.config.num_hidden_layers
-    uncovered = [block for block in range(n_blocks) if not any(i.start <= block < i.end for i in infos.values())]
+    infos = _usable(host, model, config, lanes, max_length)
+    if kept is not None and _uncovered(infos, n_blocks):  # the plugin was there a moment ago
+        known = model._spec_server_infos
+        known.update({peer: (-INFO_LIFETIME, None) for peer, (_, info) in list(known.items()) if info is None})
+        host.look_again(model)
+        infos = _usable(host, model, config, lanes, max_length)
+    uncovered = _uncovered(infos, n_blocks)
     if uncovered:
-        if kept is not None:  # the plugin was there a moment ago: whoever did not answer is asked again next time
-            known = model._spec_server_infos
-            known.update({peer: (-NEGATIVE_LIFETIME, None) for peer, (_, info) in known.items() if info is None})
         raise NoPluginRoute(
             f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin "
             f"for {lanes} streams of {max_length} tokens"
@@ -91,11 +85,33 @@ def open_ring(
         host, model, spans, chosen, lanes=lanes, max_length=max_length, arena=config.max_candidates,
         embed=chosen[0].embed and spans[0].start == 0 and not config.client_embeds,
         verify=has_head and rule is None and not config.client_verifies,
-        codecs=agree(config, spans, chosen), adapter=adapter, timeout=config.connect_timeout,
+        codecs=agree(config, spans, chosen), adapter=_adapter(model), timeout=config.connect_timeout,
         direct_commits=config.direct_commits, rule=rule, kept=kept, texts=texts,
     )  # fmt: skip
     recall(ring.meter)
     return ring
+
+
+def _usable(host: Host, model: Any, config: SpecConfig, lanes: int, max_length: int) -> dict[str, StageInfo]:
+    """Servers with the plugin that can serve such a session, and stay."""
+    adapter, away = _adapter(model), leaving(model)
+    return {
+        peer: info
+        for peer, info in plugin_servers(host, model).items()
+        if info.max_lanes >= lanes and info.max_length >= max_length and peer not in away
+        and (config.codec == "auto" or config.codec in info.codecs)
+        and (adapter is None or adapter in info.adapters)
+    }  # fmt: skip
+
+
+def _uncovered(infos: Mapping[str, StageInfo], n_blocks: int) -> list[int]:
+    return [block for block in range(n_blocks) if not any(i.start <= block < i.end for i in infos.values())]
+
+
+def _adapter(model: Any) -> str | None:
+    """The LoRA adapter that the client asks for."""
+    found: str | None = getattr(model.config, "active_adapter", None)
+    return found
 
 
 def watch_leaving(
@@ -105,7 +121,7 @@ def watch_leaving(
     have another one ready for each."""
     mover = Mover(
         host, model, ring, lambda: plugin_servers(host, model), texts, max_length,
-        getattr(model.config, "active_adapter", None), config.moving, config.churn_quality,
+        _adapter(model), config.moving, config.churn_quality,
     )  # fmt: skip
     ring.mover = mover
     if config.standby:

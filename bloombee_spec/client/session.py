@@ -53,6 +53,7 @@ class SpecSession:
         self._pending: list[StreamRequest] = []
         self._lost: list[Tally] = []  # by lane, counted on rings that broke during the present call
         self._kept: Kept | None = None  # at the servers of a ring that is gone
+        self._inexact = 0  # tokens of the text whose KV moved at a lossy level
         self._closed = False
         self._open_s = 0.0
 
@@ -185,7 +186,7 @@ class SpecSession:
         if self._kept is not None:
             self._kept.drop(peer)
             self._kept.sources |= ready.sources
-            self._lost[0].inexact += ready.inexact
+            self._inexact += ready.inexact
 
     def _drop_ring(self) -> None:
         """Another one is going to continue the text."""
@@ -238,7 +239,7 @@ class SpecSession:
         up, down = (now - before for now, before in zip(self.ring_bytes, bytes_before))
         return collect(
             self._decoder, self.tallies, mode=self.mode, open_s=self._open_s, started=started, bytes_up=up,
-            bytes_down=down,
+            bytes_down=down, inexact=self._inexact,
         )  # fmt: skip
 
     @property

@@ -24,7 +24,7 @@ class SpecStats:
         misses whose answer was ready
     :param retries: times that the ring broke and was opened again; `moves` that it went on elsewhere because a server
         announced to leave; `resumed` tokens whose KV the stages of the earlier ring kept, or were prepared with;
-        `inexact` those whose KV moved at a lossy level (`SpecConfig.churn_quality`)
+        `inexact` tokens of the session whose KV moved at a lossy level (`SpecConfig.churn_quality`)
     :param modes: committed tokens by the mode of the plan in force: `off`, `tree`, `stream`, or `unplanned` while the
         planner knew too little or was not asked
     :param lap_s: seconds of a lap without speculation, as measured; `legs` one-way delay (s) and bandwidth (bit/s) of
@@ -113,5 +113,4 @@ class Tally:
     retries: int = 0
     moves: int = 0
     resumed: int = 0
-    inexact: int = 0
     modes: Counter[str] = field(default_factory=Counter)

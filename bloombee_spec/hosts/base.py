@@ -71,6 +71,10 @@ class Host(ABC):
         """
 
     @abstractmethod
+    def look_again(self, model: Any) -> None:
+        """Have the host's routing ask the swarm for its servers now, and wait until it did, at most some seconds."""
+
+    @abstractmethod
     def route(
         self, model: Any, peers: Sequence[str] | None, cache_tokens: int, start: int = 0, end: int | None = None
     ) -> list[Span]:

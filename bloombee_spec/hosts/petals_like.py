@@ -24,6 +24,7 @@ from bloombee_spec.server.config import SpecServerConfig
 
 logger = get_logger(__name__)
 
+LOOK_S = 10.0  # longest wait for the swarm's records
 BAN_S = 60.0  # longest time for which a server is avoided after one failure
 
 
@@ -87,6 +88,11 @@ class PetalsLikeHost(Host):
                 for span in known.spans_by_priority
                 if span.peer_id in known.block_infos[span.start].servers  # else it failed since they were sorted
             }
+
+    def look_again(self, model: Any) -> None:
+        manager = _manager(model)
+        manager.update(wait=False)
+        manager.ready.wait(LOOK_S)
 
     def route(
         self, model: Any, peers: Sequence[str] | None, cache_tokens: int, start: int = 0, end: int | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import enum
 import itertools
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -106,11 +107,8 @@ class SpanReceiver:
         self.max_chunks = 2 * -(-(limit - start) // MAX_CHUNK_TOKENS) + 64 if max_chunks is None else max_chunks
         self._key, self._levels, self._vocab = key, frozenset(levels), vocab
         self._chunks: list[Chunk] = []  # sorted by position
-
-    @property
-    def tokens(self) -> int:
-        """Tokens whose chunk is here."""
-        return sum(chunk.tokens for chunk in self._chunks)
+        self._lock = threading.Lock()  # chunks may come by several streams
+        self.tokens = 0  # whose chunk is here
 
     def missing(self, end: int) -> list[tuple[int, int]]:
         """The gaps `(start, end)` in `start .. end-1`."""
@@ -124,11 +122,15 @@ class SpanReceiver:
         return [(low, high) for low, high in gaps if low < high]
 
     def accept(self, data: bytes | memoryview) -> Chunk:
-        """Checks and stages one chunk; the state is as before if it is refused.
+        """Checks and stages one chunk, from any thread; the state is as before if it is refused.
 
         :raises TransferRefused: damaged, of another transfer, shape or level, out of bounds, or there already; or this
             transfer is over
         """
+        with self._lock:
+            return self._accept(data)
+
+    def _accept(self, data: bytes | memoryview) -> Chunk:
         if self.state is not TransferState.OPEN:
             raise TransferRefused(f"the transfer is {self.state.value}: no further chunk is taken")
         try:
@@ -139,6 +141,7 @@ class SpanReceiver:
                 self.abandon()
             raise TransferRefused(f"refused a chunk of a KV transfer: {error}") from error
         self._chunks.insert(place, chunk)
+        self.tokens += chunk.tokens
         self.received_bytes += len(data)
         return chunk
 
@@ -161,13 +164,13 @@ class SpanReceiver:
                 f"positions {gaps[0][0]} to {gaps[0][1]} are missing, and {len(gaps) - 1} other gaps"
             )
         received = Received(self.shape, self.start, end, tuple(self._chunks))
-        self.state, self._chunks = TransferState.FINISHED, []
+        self.state, self._chunks, self.tokens = TransferState.FINISHED, [], 0
         return received
 
     def abandon(self) -> None:
         """Gives up and frees what was staged."""
         if self.state is TransferState.OPEN:
-            self.state, self._chunks = TransferState.BROKEN, []
+            self.state, self._chunks, self.tokens = TransferState.BROKEN, [], 0
 
     def _checked(self, data: bytes | memoryview) -> tuple[Chunk, int]:
         """What costs nothing is checked before the sum, the sum before anything is decoded."""

@@ -114,22 +114,23 @@ def max_payload(shape: SpanShape, tokens: int, level: Level) -> int:
     return 8 * shape.blocks + shape.channels * (2 * tokens + 32) + 1024
 
 
-def max_chunk_bytes(shape: SpanShape, tokens: int = MAX_CHUNK_TOKENS) -> int:
-    """Upper bound of a chunk at any level, in bytes: what a receiver must be ready to read."""
-    return _HEADER.size + max(max_payload(shape, tokens, level) for level in Level) + SUM_BYTES
+def max_chunk_bytes(shape: SpanShape, tokens: int = MAX_CHUNK_TOKENS, level: Level | None = None) -> int:
+    """Upper bound of a chunk at a level, or at any, in bytes: what a receiver must be ready to read."""
+    levels = Level if level is None else (level,)
+    return _HEADER.size + max(max_payload(shape, tokens, each) for each in levels) + SUM_BYTES
 
 
-def chunk_tokens(shape: SpanShape, limit_bytes: int) -> int:
-    """The most tokens with which no chunk of this shape, at whatever level, is longer than `limit_bytes`.
+def chunk_tokens(shape: SpanShape, limit_bytes: int, level: Level | None = None) -> int:
+    """The most tokens with which no chunk of this shape, at that level or at whatever level, is longer than
+    `limit_bytes`.
 
     :raises CodecError: not even one token fits
     """
-    fitting = [n for n in (256, 192, 128, 96, 64, 48, 32, 16, 8, 4, 2, 1) if max_chunk_bytes(shape, n) <= limit_bytes]
-    if not fitting:
-        raise CodecError(
-            f"one token of {shape} takes up to {max_chunk_bytes(shape, 1)} bytes, {limit_bytes} are allowed"
-        )
-    return fitting[0]
+    for n in (256, 192, 128, 96, 64, 48, 32, 16, 8, 4, 2, 1):
+        if max_chunk_bytes(shape, n, level) <= limit_bytes:
+            return n
+    one = max_chunk_bytes(shape, 1, level)
+    raise CodecError(f"one token of {shape} takes up to {one} bytes, {limit_bytes} are allowed")
 
 
 def read_header(data: bytes | memoryview, shape: SpanShape) -> ChunkHeader:

@@ -7,6 +7,7 @@ in blocks: the last one raw, those that are full *sealed*, which is packed witho
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import threading
 from collections import deque
@@ -269,5 +270,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, on_disk: bool) -> t
         return torch.empty(shape, dtype=dtype)
     # The mapping keeps the file, without a name and, other than numpy's, without a descriptor: there are many blocks.
     with tempfile.NamedTemporaryFile() as file:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        os.posix_fallocate(file.fileno(), 0, max(1, size))  # a full disk is an error here, not a signal later
         data = torch.from_file(file.name, shared=True, size=torch.Size(shape).numel(), dtype=dtype)
     return data.view(shape)

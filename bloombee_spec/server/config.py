@@ -38,7 +38,7 @@ class SpecServerConfig:
     leave_timeout: float = 20.0
     """Longest time, in seconds, for which a server that is told to stop goes on serving, so that sessions can move."""
     transfer_mbps: float = 1000.0
-    """Mbit/s that KV and rows on their way to servers that take over may use together."""
+    """Mbit/s that KV and rows may take together while other servers are prepared with them."""
     log_mib: int = 256
     """Memory for output rows of committed tokens, in MiB: from them a new next stage rebuilds its KV."""
     log_disk_mib: int = 1024

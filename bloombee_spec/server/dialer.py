@@ -52,7 +52,11 @@ class Dialer:
         :raises Exception: it cannot be reached
         """
         reader, writer = await self._greet(order.peer, Hello(order.session, order.stage, role), Traffic())
-        await read_frame(reader, HELLO_TIMEOUT, Traffic())  # it expects us
+        try:
+            await read_frame(reader, HELLO_TIMEOUT, Traffic())  # it expects us
+        except BaseException:
+            writer.close()
+            raise
         return Outbox(writer, max_bytes=self._max_outbox, timeout=WRITE_TIMEOUT, stamped=role == DATA)
 
     async def _greet(

@@ -29,11 +29,16 @@ async def replay(session: StageSession, box: Outbox, link: Link) -> None:
 
 
 async def send_rows(
-    session: StageSession, index: int, start: int, end: int, box: Outbox, paces: Sequence[Pace] = ()
-) -> None:
-    """:raises StreamClosed: as `replay`"""
+    session: StageSession, index: int, start: int, end: int, box: Outbox, paces: Sequence[Pace] = (),
+    most: int | None = None,
+) -> None:  # fmt: skip
+    """
+    :param most: bytes of raw rows in one frame, if fewer than usual
+    :raises StreamClosed: as `replay`
+    """
+    size = min(CHUNK_BYTES, most or CHUNK_BYTES)
     loop, at = asyncio.get_running_loop(), start
-    while not session.dead and (chunk := next_rows(session, index, at, end)) is not None:
+    while not session.dead and (chunk := next_rows(session, index, at, end, size)) is not None:
         frame = await loop.run_in_executor(None, session.outgoing.refill_frame, index, at, *chunk)
         await box.room(MAX_QUEUED, STUCK_S)
         sent = box.put_bytes(encode(frame))
@@ -42,13 +47,15 @@ async def send_rows(
             await pace.spend(sent)
 
 
-def next_rows(session: StageSession, index: int, at: int, end: int) -> tuple[list[int], torch.Tensor] | None:
-    """Tokens and logged rows from position `at` on, as many as fit into a frame; None at `end`, or where the log ends
-    (the text was edited meanwhile: what is behind that will come by itself)."""
+def next_rows(
+    session: StageSession, index: int, at: int, end: int, size: int = CHUNK_BYTES
+) -> tuple[list[int], torch.Tensor] | None:
+    """Tokens and logged rows from position `at` on, as many as fit into `size` bytes; None at `end`, or where the log
+    ends (the text was edited meanwhile: what is behind that will come by itself)."""
     lane = session.lanes[index]
     with session.lock:
         if lane.log is None or not lane.log.first <= at < min(end, lane.log.end, lane.tree.length):
             return None
-        most = max(1, min(session.max_prefill, CHUNK_BYTES // lane.log.row_bytes))
+        most = max(1, min(session.max_prefill, size // lane.log.row_bytes))
         stop = min(end, lane.log.end, lane.tree.length, at + most)
         return lane.tree.committed[at:stop], lane.log.read(at, stop)

@@ -24,6 +24,7 @@ from bloombee_spec.server.heads import Heads
 from bloombee_spec.server.holding import Holding
 from bloombee_spec.server.pool import StagePool
 from bloombee_spec.server.session import StageSession
+from bloombee_spec.wire.frames import FrameError
 
 logger = get_logger(__name__)
 
@@ -118,7 +119,7 @@ class Stage:
                 except Exception as e:
                     logger.exception("Speculative forward failed")
                     for session in {item.session for item in work}:
-                        session.loop.call_soon_threadsafe(session.fail, f"stage failed to compute: {e!r}")
+                        _fail(session, f"stage failed to compute: {e!r}")
         if any(lane.has_work for session in list(self.sessions.values()) for lane in session.lanes):
             self.pool.wake()
 
@@ -140,9 +141,13 @@ class Stage:
                 break
             if work and _span(session) != _span(work[0].session):
                 continue
-            with session.lock:
-                moves = session.lanes[index].take_moves()
-                batch = session.lanes[index].take(room)
+            try:
+                with session.lock:
+                    moves = session.lanes[index].take_moves()
+                    batch = session.lanes[index].take(room)
+            except FrameError as e:  # what waited for room makes no sense: that is its peer's fault, nobody else's
+                _fail(session, f"impossible frame: {e}")
+                continue
             room -= len(batch.rows)
             work.append(_LaneWork(session, index, batch, moves, list(batch.rows)))
         return work
@@ -158,24 +163,35 @@ class Stage:
         self._learn(work, computed, elapsed)
         at = 0
         for item in work:
-            session, lane = item.session, item.session.lanes[item.index]
             part = hidden[at : at + len(item.rows)]
             at += len(item.rows)
-            session.touch(elapsed)
-            session.meter.forward_ended()
-            if session.dead:
+            item.session.touch(elapsed)
+            item.session.meter.forward_ended()
+            if item.session.dead:
                 continue
-            with session.lock:
-                live = lane.finish(item.batch, computed[id(item)], item.rows, part)
-            if len(live) < len(item.rows):
-                kept = {id(row) for row in live}
-                part = part[[i for i, row in enumerate(item.rows) if id(row) in kept]]
-            if session.open.verify:
-                self._verify(session, item.index, live, part)
-            elif session.judges:
-                session.outgoing.emit_answer(session.judges[item.index].step(live, part))
-            else:
-                session.outgoing.emit(item.index, item.batch, live, part)
+            try:
+                self._pass_on(item, computed[id(item)], part)
+            except Exception as e:  # of this session; the others that were computed with it go on
+                logger.exception("Results of a speculative forward cannot be passed on")
+                _fail(item.session, f"stage failed: {e!r}")
+
+    def _pass_on(self, item: _LaneWork, computed: int, hidden: torch.Tensor) -> None:
+        """What a forward left of a lane's rows, to whoever decides upon them.
+
+        :param hidden: `[len(item.rows), hidden]`
+        """
+        session, lane = item.session, item.session.lanes[item.index]
+        with session.lock:
+            live = lane.finish(item.batch, computed, item.rows, hidden)
+        if len(live) < len(item.rows):
+            kept = {id(row) for row in live}
+            hidden = hidden[[i for i, row in enumerate(item.rows) if id(row) in kept]]
+        if session.open.verify:
+            self._verify(session, item.index, live, hidden)
+        elif session.judges:
+            session.outgoing.emit_answer(session.judges[item.index].step(live, hidden))
+        else:
+            session.outgoing.emit(item.index, item.batch, live, hidden)
 
     def _forward(self, work: list[_LaneWork], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         """`[rows still alive, hidden]`, in the order of `work` and its rows."""
@@ -249,6 +265,10 @@ class Stage:
         """Last stage: walk the tree as far as hidden rows reach, and say so to everybody."""
         done = session.verifiers[index].step(rows, hidden)
         session.outgoing.emit_commits(index, done)
+
+
+def _fail(session: StageSession, reason: str) -> None:
+    session.loop.call_soon_threadsafe(session.fail, reason)
 
 
 def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -28,9 +29,10 @@ logger = get_logger(__name__)
 
 LANE = struct.Struct("<H")
 CHUNK_TIMEOUT = 60.0
-MAX_TRANSFERS = 64  # of one session, waiting or under way
-LONGEST_CHUNK_S = 10.0  # at the pace of the transfer
-SHORTEST_CHUNK = 8  # tokens, on average
+ANNOUNCE_TIMEOUT = 10.0  # the client's announcement may come by a slower way than the first chunk
+MAX_TRANSFERS, MAX_ALL_TRANSFERS = 64, 256  # of one session, and of the server, waiting or under way
+MARGIN = 1 << 10  # of a frame, beside the chunk
+CHUNK_S = 0.5  # at the pace of the transfer: what goes first does not wait longer for the link
 
 OnBuffer = Callable[[StageSession, int, Callable[[torch.Tensor], Any]], Awaitable[Any]]
 Dial = Callable[[Export, str], Awaitable[Outbox]]
@@ -48,12 +50,19 @@ class Transfers:
         self._model_blocks, self._vocab = model_blocks, vocab
         self._on_buffer, self._dial = on_buffer, dial
         self._pace = Pace(bits_per_s)
-        self._expected: dict[tuple[bytes, int], dict[int, tuple[Import, SpanReceiver]]] = {}
+        self._expected: dict[tuple[bytes, int], dict[int, asyncio.Future[tuple[Import, SpanReceiver]]]] = {}
         self._tasks: dict[asyncio.Task[None], StageSession] = {}
+
+    @property
+    def under_way(self) -> int:
+        """Transfers to other servers."""
+        return len(self._tasks)
 
     def ended(self, session: StageSession) -> None:
         """Nothing more goes to it or comes from it."""
         self._expected.pop(session.key, None)
+        for task in [task for task, source in self._tasks.items() if source is session]:
+            task.cancel()
 
     # ---------------------------------------------------------------- out
 
@@ -79,6 +88,8 @@ class Transfers:
             raise FrameError(f"blocks {order.blocks} are ordered of {session.open.start} to {session.open.end}")
         if sum(other is session for other in self._tasks.values()) >= MAX_TRANSFERS:
             raise FrameError(f"{MAX_TRANSFERS} transfers of this session are under way")
+        if len(self._tasks) >= MAX_ALL_TRANSFERS:
+            raise FrameError(f"{MAX_ALL_TRANSFERS} transfers are under way")
         task = asyncio.ensure_future(self._export(session, order))
         self._tasks[task] = session
         task.add_done_callback(self._tasks.pop)
@@ -89,16 +100,20 @@ class Transfers:
         except Exception as e:
             logger.info(f"Cannot reach {order.peer} for a transfer: {e!r}")
             return
+        patience = 0.1
         try:
             if order.what == "rows":
-                await send_rows(session, order.lane, order.start, order.end, box, (self._pace, Pace(order.rate)))
+                paces = (self._pace, Pace(order.rate))
+                most = int(order.rate * CHUNK_S / 8) or None
+                await send_rows(session, order.lane, order.start, order.end, box, paces, most)
             else:
                 await self._send_kv(session, order, box)
             await box.room(0, STUCK_S)
+            patience = STUCK_S
         except (StreamClosed, CodecError, ValueError, RuntimeError) as e:  # the last one: the session ended
             logger.info(f"A transfer to {order.peer} ended early: {e}")
         finally:
-            await box.aclose(STUCK_S)
+            await box.aclose(patience)
 
     async def _send_kv(self, session: StageSession, order: Export, box: Outbox) -> None:
         lane, loop = session.lanes[order.lane], asyncio.get_running_loop()
@@ -106,7 +121,8 @@ class Transfers:
         depth, paces = Depth(first, self._model_blocks), (self._pace, Pace(order.rate))
         part = slice(first - session.open.start, end_block - session.open.start)
         shape = await self._on_buffer(session, order.lane, lambda buffer: SpanShape.of(buffer[:, part]))
-        for start, end in cut(order.start, order.end, _chunk_tokens(shape, order.rate)):
+        level, tokens = _level_and_tokens(shape, order)
+        for start, end in cut(order.start, order.end, tokens):
 
             def copy(buffer: torch.Tensor, start: int = start, end: int = end) -> torch.Tensor:
                 with session.lock:
@@ -115,7 +131,7 @@ class Transfers:
                 return export_columns(buffer[:, part], arena, start, end)
 
             kv = await self._on_buffer(session, order.lane, copy)
-            data = await loop.run_in_executor(None, encode_chunk, kv, start, Level(order.level), depth, order.key)
+            data = await loop.run_in_executor(None, encode_chunk, kv, start, level, depth, order.key)
             await box.room(MAX_QUEUED, STUCK_S)
             box.put_bytes(LANE.pack(order.lane) + data)
             for pace in paces:
@@ -130,11 +146,17 @@ class Transfers:
         lane, limit = session.lanes[order.lane], order.start + len(order.tokens)
         if order.start != lane.filled or limit > lane.max_length or max(order.tokens, default=0) >= self._vocab:
             raise FrameError(f"KV of {order.start} to {limit} is announced; {lane.filled} tokens are here")
-        shape = await self._on_buffer(session, order.lane, SpanShape.of)
+        announced = asyncio.get_running_loop().create_future()
+        self._expected.setdefault(session.key, {})[order.lane] = announced  # at once: the first chunk may be here soon
+        try:
+            shape = await self._on_buffer(session, order.lane, SpanShape.of)
+        except BaseException:
+            announced.cancel()
+            raise
         levels = set(Level if order.lossy else EXACT_LEVELS) - {Level.RECOMPUTE}
-        most = 64 + len(order.tokens) // SHORTEST_CHUNK
+        most = 64 + len(order.tokens)
         receiver = SpanReceiver(shape, order.key, start=order.start, limit=limit, levels=levels, max_chunks=most)
-        self._expected.setdefault(session.key, {})[order.lane] = order, receiver
+        announced.set_result((order, receiver))
 
     async def serve(self, session: StageSession, reader: asyncio.StreamReader) -> None:
         """As `receive`; what is refused ends the stream, and the session stays as it was."""
@@ -155,14 +177,23 @@ class Transfers:
             except StreamClosed:
                 return
             (lane,) = LANE.unpack_from(data) if len(data) > LANE.size else (-1,)
-            expected = self._expected.get(session.key, {})
-            if lane not in expected:
-                raise TransferRefused(f"KV for lane {lane}, which the client did not announce")
-            order, receiver = expected[lane]
+            order, receiver = await self._announced(session, lane)
             await loop.run_in_executor(None, receiver.accept, data[LANE.size :])
-            if receiver.tokens == len(order.tokens):
-                del expected[lane]
+            expected = self._expected.get(session.key, {})
+            if receiver.tokens == len(order.tokens) and expected.pop(lane, None) is not None:
                 await self._write(session, order, receiver.finish(receiver.limit))
+
+    async def _announced(self, session: StageSession, lane: int) -> tuple[Import, SpanReceiver]:
+        """:raises TransferRefused: the client does not speak of that lane"""
+        deadline = time.monotonic() + ANNOUNCE_TIMEOUT
+        while lane not in self._expected.get(session.key, {}) and time.monotonic() < deadline:
+            if not 0 <= lane < len(session.lanes) or session.dead:
+                break
+            await asyncio.sleep(0.02)
+        announced = self._expected.get(session.key, {}).get(lane)
+        if announced is None:
+            raise TransferRefused(f"KV for lane {lane}, which the client did not announce")
+        return await asyncio.wait_for(asyncio.shield(announced), CHUNK_TIMEOUT)
 
     async def _write(self, session: StageSession, order: Import, received: Received) -> None:
         lane = session.lanes[order.lane]
@@ -177,9 +208,14 @@ class Transfers:
         await self._on_buffer(session, order.lane, write)
 
 
-def _chunk_tokens(shape: SpanShape, rate: float) -> int:
-    """A chunk fits into a frame, and is not waited for as if nothing came."""
-    limit = MAX_FRAME_BYTES // 2
-    if rate:
-        limit = min(limit, max(int(rate * LONGEST_CHUNK_S / 8), max_chunk_bytes(shape, SHORTEST_CHUNK)))
-    return chunk_tokens(shape, limit)
+def _level_and_tokens(shape: SpanShape, order: Export) -> tuple[Level, int]:
+    """Of the chunks, so that each fits into a frame. Very wide spans do not at a lossy level: they travel as they are.
+
+    :raises CodecError: one token's KV is longer than a frame
+    """
+    limit, level = MAX_FRAME_BYTES - MARGIN, Level(order.level)
+    if max_chunk_bytes(shape, 1, level) > limit:
+        level = Level.LOSSLESS
+    if order.rate:
+        limit = min(limit, max(int(order.rate * CHUNK_S / 8), max_chunk_bytes(shape, 1, level)))
+    return level, chunk_tokens(shape, limit, level)

@@ -16,6 +16,7 @@ NOOP = bytes(LENGTH_BYTES)  # a frame of no length, which readers skip
 # A TCP connection that was silent for its retransmission timeout (200 ms and more) starts again with a small window,
 # and what exceeds that takes round trips more; measured by `benchmarks.keep_warm`.
 FIRST_WINDOW, WARM_EVERY, WARM_FOR = 14_000, 0.1, 3.0  # bytes, seconds, seconds
+MAX_NOOPS = 256  # in a row: many times what WARM_FOR allows
 
 
 class StreamClosed(ConnectionError):
@@ -57,8 +58,11 @@ async def read_frame(reader: asyncio.StreamReader, timeout: float | None, traffi
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
+    noops = 0
     while (head := await reader.readexactly(LENGTH_BYTES)) == NOOP:
-        pass
+        noops += 1
+        if noops > MAX_NOOPS:
+            raise FrameError(f"{noops} no-ops in a row")
     length = int.from_bytes(head, "big")
     if not 3 <= length <= MAX_FRAME_BYTES:
         raise FrameError(f"peer announced a frame of {length} bytes, at most {MAX_FRAME_BYTES} are allowed")
