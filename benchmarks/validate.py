@@ -6,7 +6,8 @@ Each configuration is decoded by real servers over the emulated WAN with a scrip
 configured delays and rates, at the acceptance that the drafter's seeded errors came to. What neither knows
 beforehand, the software's own time per hop, is taken from one measurement per network: a plain lap. The closed formula
 `(E[run]+1)/(T_lap + E[run]·τ)` stands beside both, with the laps and hits of the very run (its end cuts a run short)
-and τ as measured: what the drafter took for a layer.
+and τ as measured: what the drafter took for a layer. T_lap is that of a candidate, from the client around to the
+client: a plain lap, which the last stage closes without the client, and one delay more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from bloombee_spec.plan.simulate import SimConfig, geometric_rates, simulate
 NETWORKS = (Wan(4, 20.0, 100.0), Wan(4, 50.0, 100.0), Wan(3, 80.0, 10.0))
 # Acceptance, candidates in flight. The last ones fill the lap, which is what the formula takes for granted.
 DRAFTERS = ((0.5, 4), (0.8, 8), (0.9, 16), (0.95, 32), (0.8, 96), (0.9, 96), (0.95, 96))
-LAYER_S = 0.005
 SEEDS = 40
 
 
@@ -53,12 +53,12 @@ class Line:
         return self.simulated_tok_s / self.measured_tok_s - 1.0
 
 
-def method(acceptance: float, depth: int) -> Method:
+def method(acceptance: float, depth: int, layer_s: float) -> Method:
     return {
         "name": f"stream h={acceptance:g} depth {depth}",
         "kind": "plugin",
         "config": {"plan": "none", "min_probability": 0.0, "hedges": 0, "max_candidates": depth, "burst": 1},
-        "script": {"acceptance": acceptance, "depth": depth, "layer_seconds": LAYER_S},
+        "script": {"acceptance": acceptance, "depth": depth, "layer_seconds": layer_s},
     }
 
 
@@ -83,7 +83,7 @@ def simulated(ring: Route, acceptance: float, depth: int, tokens: int, layer_s: 
     return len(found) / sum(1.0 / rate for rate in found)
 
 
-def lines_of(wan: Wan, prompts: int, tokens: int) -> list[Line]:
+def lines_of(wan: Wan, prompts: int, tokens: int, drafter_s: float) -> list[Line]:
     with toy_swarm(wan) as swarm:
         host, jobs = host_results(swarm, toy_jobs(prompts, tokens))
         plain = run(swarm, PLAIN, jobs)
@@ -92,16 +92,16 @@ def lines_of(wan: Wan, prompts: int, tokens: int) -> list[Line]:
         host_rate = sum(len(r.tokens) for r in host) / sum(r.seconds for r in host)
         lines = []
         for acceptance, depth in DRAFTERS:
-            results = run(swarm, method(acceptance, depth), jobs)
+            results = run(swarm, method(acceptance, depth, drafter_s), jobs)
             hits, misses = total(results, "hits"), total(results, "misses")
             realised = hits / max(1.0, hits + misses)  # a few hundred draws do not hit the script's figure exactly
             layer_s = total(results, "draft_s") / max(1.0, total(results, "proposed"))
-            laps = total(results, "laps")
+            laps, around_s = total(results, "laps"), lap_s + wan.delay_ms / 1e3
             lines.append(
                 Line(
                     str(wan), acceptance, realised, depth, decode_rate(results),
                     simulated(ring, realised, depth, tokens, layer_s),
-                    (hits + misses) / (laps * lap_s + hits * layer_s), host_rate, layer_s, laps / max(1.0, misses),
+                    (hits + misses) / (laps * around_s + hits * layer_s), host_rate, layer_s, laps / max(1.0, misses),
                     _same(results, host) and _same(plain, host),
                 )
             )  # fmt: skip
@@ -166,12 +166,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--layer-ms", type=float, default=12.0, help="the drafter's time per layer")
+    parser.add_argument("--networks", type=int, nargs="+", default=list(range(len(NETWORKS))))
     parser.add_argument("--name", default="validate")
     args = parser.parse_args()
     lines: list[Line] = []
-    for wan in NETWORKS:
+    for wan in [NETWORKS[i] for i in args.networks]:
         print(wan, flush=True)
-        lines += lines_of(wan, args.prompts, args.new_tokens)
+        lines += lines_of(wan, args.prompts, args.new_tokens, args.layer_ms / 1e3)
     print(table(lines))
     path = write(args.name, {"settings": vars(args), "lines": [{**asdict(x), "error": x.error} for x in lines]})
     plot(lines, path.with_suffix(".png"))
