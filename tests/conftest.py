@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("swarm") and "swarm" not in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.own_swarm)
+
+
+def pytest_sessionfinish() -> None:
+    if BLOOMBEE_MAIN:  # its TorchDisk, when collected, waits for threads that have ended: for ever
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
