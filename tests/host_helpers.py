@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ PACKAGE = next((name for name, version in INSTALLED.items() if version in SUPPOR
 VERSION = INSTALLED.get(PACKAGE, SUPPORTED[PACKAGE][0])
 INFO = f"{PACKAGE}-{VERSION}.dist-info"
 OLD_PETALS = (PACKAGE, VERSION) == ("petals", "2.2.0.post1")  # no Mixtral, no step back, an old transformers
+# It has 4.34: no cache classes, no Mixtral, two kinds of RoPE scaling, fewer options of generate.
+OLD_TRANSFORMERS = find_spec("transformers.cache_utils") is None
 BLOOMBEE_MAIN = (PACKAGE, VERSION) == ("bloombee", "2.3.0.dev2")  # on a CPU it serves Falcon and Qwen3 only
 not_on_old_petals = pytest.mark.skipif(OLD_PETALS, reason=f"{PACKAGE} {VERSION} does not have this")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from host_helpers import OLD_TRANSFORMERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "bloombee_spec"
@@ -194,6 +195,7 @@ def test_the_command_line_is_built_without_a_host() -> None:
     assert sorted(name for name in names if below(name, (*HOST_PACKAGES, "transformers"))) == []
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="model drafters need the cache class of a newer transformers")
 def test_the_core_runs_without_hivemind_and_hosts() -> None:
     """Imports of imports count too."""
     modules = [

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from host_helpers import OLD_TRANSFORMERS
 
 from benchmarks import toy_models
 from benchmarks.prompts import ALL, CHAT, CODE, EDIT, HUMAN_EVAL, PUBLIC_SETS, Prompt
@@ -130,6 +131,8 @@ TOYS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("name", TOYS)
 def test_greedy_output_of_a_toy_is_varied_and_decided_by_clear_margins(name: str, tmp_path: Path):
+    if name == "mixtral" and OLD_TRANSFORMERS:
+        pytest.skip("this transformers has no Mixtral")
     answers, margins = [], []
     model = _load(TOYS[name](tmp_path))
     for seed in range(2):
@@ -159,6 +162,7 @@ def _load(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, torch_dtype=torch.float32).eval()
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="this transformers knows two of them")
 def test_rotary_variants_differ(tmp_path: Path):
     answers = set()
     for name, scaling in toy_models.ROPE_SCALING.items():

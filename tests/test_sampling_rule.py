@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from host_helpers import OLD_TRANSFORMERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_targets import GREEDY, PROMPT, SAMPLING, STACKS, VOCAB, model
@@ -122,6 +123,7 @@ def test_a_banned_token_is_never_drawn():
     )
 
 
+@pytest.mark.skipif(OLD_TRANSFORMERS, reason="this transformers leaves -inf as it is with remove_invalid_values")
 def test_scores_of_any_size_leave_the_noise_alone():
     """With remove_invalid_values a banned token has the lowest float32 instead of -inf; alone, such tokens are
     uniform.
