@@ -27,6 +27,7 @@ from bloombee_spec.plan.compute import ComputeProfile
 from bloombee_spec.plan.decision import DraftCost, Mode, Plan
 from bloombee_spec.plan.route import Route, plain_lap, uniform_route
 from bloombee_spec.plan.simulate import SimConfig, geometric_rates, simulate
+from bloombee_spec.plan.throughput import stream_formula
 
 NETWORKS = (Wan(4, 20.0, 100.0), Wan(4, 50.0, 100.0), Wan(3, 80.0, 10.0))
 # Acceptance, candidates in flight. The last ones fill the lap, which is what the formula takes for granted.
@@ -101,7 +102,8 @@ def lines_of(wan: Wan, prompts: int, tokens: int, drafter_s: float) -> list[Line
                 Line(
                     str(wan), acceptance, realised, depth, decode_rate(results),
                     simulated(ring, realised, depth, tokens, layer_s),
-                    (hits + misses) / (laps * around_s + hits * layer_s), host_rate, layer_s, laps / max(1.0, misses),
+                    stream_formula(hits / (hits + laps), around_s, layer_s), host_rate, layer_s,
+                    laps / max(1.0, misses),
                     _same(results, host) and _same(plain, host),
                 )
             )  # fmt: skip

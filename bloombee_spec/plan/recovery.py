@@ -51,10 +51,6 @@ class Recovery:
         """Tokens of each chunk."""
         return [min(CHUNK, self.tokens - at) for at in range(0, self.tokens, CHUNK)]
 
-    @property
-    def best(self) -> str:
-        return min(WAYS, key=self.seconds)
-
     def choose(self, worst: Level, deadline_s: float, ways: tuple[str, ...] = WAYS) -> tuple[str, LevelPlan]:
         """The way, and the level of each chunk of KV: exact if that is there in time, else the most exact that is.
 
