@@ -44,6 +44,15 @@ def ids_of(rows: list[int]) -> torch.Tensor:
     return torch.tensor([rows])
 
 
+def test_servers_that_were_silent_once_are_asked_again(model: Any, toy_local: Any) -> None:
+    """All were too busy to say what they are; a moment ago they had the plugin."""
+    (ids,) = prompts(1, VOCAB, seed=29)
+    decode(model, ids, 4)
+    model._spec_server_infos.update({peer: (time.monotonic(), None) for peer in model._spec_server_infos})
+    assert decode(model, ids, 8) == reference(toy_local, ids, 8)
+    assert model.last_stats.mode == "ring"
+
+
 # --- turns --------------------------------------------------------------------------------------------------------
 
 
