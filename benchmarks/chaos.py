@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--anywhere", action="store_true", help="hit any server, not only those of the route")
-    parser.add_argument("--no-host", action="store_true", help="leave out the host's own generate")
+    parser.add_argument("--host-generations", type=int, help="of the host's own generate, 0 to leave it out; as many")
     parser.add_argument("--name", default="chaos")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -265,11 +265,12 @@ def main() -> int:
             model_path, spans, work_dir=Path(folder), wan=shape, server_command=SPEC_SERVER, seed=args.seed
         ) as swarm:
             faults = Faults(swarm)
-            for method in ("plugin", *(() if args.no_host else ("host",))):
+            at_host = args.generations if args.host_generations is None else args.host_generations
+            for method, generations in (("plugin", args.generations), ("host", at_host)):
                 rng = random.Random(args.seed)
                 model = plugin_client(swarm) if method == "plugin" else None
                 before = free_cache(model) if model is not None else {}
-                for i in range(args.generations):
+                for i in range(generations):
                     job = jobs[i % len(jobs)]
                     kind = list(faults.kinds)[i % len(faults.kinds)]
                     at = rng.randint(0, args.new_tokens - 2)  # 0: before the prompt is through
