@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,8 +40,6 @@ class AutoDistributedSpecModelForCausalLM:
         """
         config = spec or SpecConfig()
         if drafter is not None:
-            from dataclasses import replace
-
             config = replace(config, drafter=drafter)
         host = load_host()
         base = host.model_class(str(model_name_or_path), **kwargs)
@@ -108,25 +107,28 @@ class SpecDecodingMixin:
             return self._host_generate(str(e), inputs, (), session, kwargs)
 
     def _spec_generate(self: Any, call: Call, session: SpecSession | None, n_previous: int) -> Any:
-        own = session is None
-        context = SpecSession(self._spec_host, self, self.spec, call.longest) if own else nullcontext(session)
+        with self._decoding(call, session) as (active, output):
+            for _ in steps(call, active, output):
+                pass
+            active.output_ids = output.finish()
+        return output.result(active.output_ids[:, n_previous:].clone())
+
+    @contextmanager
+    def _decoding(self: Any, call: Call, session: SpecSession | None) -> Iterator[tuple[SpecSession, OutputRows]]:
+        """The session of a call, its own or the caller's, and where its tokens go; `last_stats` when it ends."""
         started = time.perf_counter()
-        with context as active:
+        own = SpecSession(self._spec_host, self, self.spec, call.longest) if session is None else None
+        with own or nullcontext(session) as active:
             assert active is not None
-            output = OutputRows(call)
             active.padding = call.padding
             bytes_before = active.ring_bytes
-            for lane, tokens in active.decode(call.requests, call.new_drafter):
-                for stopped, kept in output.append(lane, tokens):
-                    active.stop(stopped, len(call.rows[stopped]) + kept)
-            sequences = output.finish()
-            active.output_ids = sequences
-            self.last_stats = active.statistics(bytes_before, started)
-            if own:
-                from dataclasses import replace
-
-                self.last_stats = replace(self.last_stats, stages=active.close(), traffic=active.traffic)
-        return output.result(sequences[:, n_previous:].clone())
+            try:
+                yield active, OutputRows(call)
+            finally:
+                stats = active.statistics(bytes_before, started)
+                if own is not None:
+                    stats = replace(stats, stages=own.close(), traffic=own.traffic)
+                self.last_stats = active.last_stats = stats
 
     def _host_generate(self: Any, reason: str, inputs: Any, args: Any, session: Any, kwargs: dict[str, Any]) -> Any:
         if self.spec.strict:
@@ -141,6 +143,14 @@ class SpecDecodingMixin:
     def close(self: Any) -> None:
         """Stop the host's background threads and processes; the model is not usable afterwards. Never raises."""
         self._spec_host.close(self)
+
+
+def steps(call: Call, active: SpecSession, output: OutputRows) -> Iterator[None]:
+    """Decode; after each step the output has what was committed, and rows that a criterion ended are stopped."""
+    for lane, tokens in active.decode(call.requests, call.new_drafter):
+        for stopped, kept in output.append(lane, tokens):
+            active.stop(stopped, len(call.rows[stopped]) + kept)
+        yield
 
 
 def _with_history(inputs: torch.Tensor | None, session: SpecSession | None) -> Any:

@@ -55,6 +55,7 @@ class SpecSession:
         self._kept: Kept | None = None  # at the servers of a ring that is gone
         self._inexact = 0  # tokens of the text whose KV moved at a lossy level
         self._closed = False
+        self.last_stats: SpecStats | None = None  # of the last call
         self._open_s = 0.0
 
     # ---------------------------------------------------------------- ring

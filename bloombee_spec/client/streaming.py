@@ -7,9 +7,7 @@ waited for, and closing the iterator ends the session.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +15,7 @@ import torch
 
 from bloombee_spec.client.call import Call
 from bloombee_spec.client.host_stream import host_tokens
-from bloombee_spec.client.model import SpecDecodingMixin, UnsupportedCall
-from bloombee_spec.client.output import OutputRows
+from bloombee_spec.client.model import SpecDecodingMixin, UnsupportedCall, steps
 from bloombee_spec.client.routing import NoPluginRoute
 from bloombee_spec.client.session import SpecSession
 from bloombee_spec.client.stats import SpecStats
@@ -162,39 +159,28 @@ class RowStream:
 
     @torch.no_grad()
     def _decode(self) -> Iterator[tuple[int, list[int]]]:
-        call, session, model = self._handover.call, self._handover.session, self._model
+        call, session = self._handover.call, self._handover.session
         assert call is not None
-        own = session is None
-        started = time.perf_counter()
-        context = SpecSession(model._spec_host, model, model.spec, call.longest) if own else nullcontext(session)
-        with context as active:
-            assert active is not None
-            output = OutputRows(call)
-            requests = call.requests
-            active.padding = call.padding
-            bytes_before = active.ring_bytes
-            self._active = active
-            try:
-                for lane, tokens in active.decode(requests, call.new_drafter):
-                    for stopped, kept in output.append(lane, tokens):
-                        active.stop(stopped, len(call.rows[stopped]) + kept)
-                    # With criteria, rows wait for each other.
-                    fresh = [(row, output.settled(row)[length:]) for row, length in enumerate(self._lengths)]
-                    self._lengths = [length + len(new) for length, (_, new) in zip(self._lengths, fresh)]
-                    yield from [(row, new) for row, new in fresh if new]
-                active.output_ids = output.finish()
-            except GeneratorExit:
-                if not own:  # a session that goes on holds what was yielded, and no more
-                    for lane in range(len(requests)):
-                        self.stop(lane)
+        try:
+            with self._model._decoding(call, session) as (active, output):
+                self._active = active
+                try:
+                    for _ in steps(call, active, output):
+                        # With criteria, rows wait for each other.
+                        fresh = [(row, output.settled(row)[length:]) for row, length in enumerate(self._lengths)]
+                        self._lengths = [length + len(new) for length, (_, new) in zip(self._lengths, fresh)]
+                        yield from [(row, new) for row, new in fresh if new]
                     active.output_ids = output.finish()
-                raise
-            finally:
+                except GeneratorExit:
+                    if session is not None:  # it goes on, and holds what was yielded, and no more
+                        for lane in range(self.n_rows):
+                            self.stop(lane)
+                        active.output_ids = output.finish()
+                    raise
+        finally:
+            if self._active is not None:
+                self.stats = self._active.last_stats
                 self._active = None
-                self.stats = active.statistics(bytes_before, started)
-                if own:
-                    self.stats = replace(self.stats, stages=active.close(), traffic=active.traffic)
-                model.last_stats = self.stats
 
 
 def _with_rule(call: Call, wanted: dict[str, Any]) -> Call:
