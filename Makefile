@@ -72,7 +72,7 @@ $(PETALS_SETUP): pyproject.toml
 	$(PYTHON) -m venv $(PETALS_VENV)
 	$(PETALS_BIN)/python -m pip install --quiet --upgrade "pip<26"
 	$(PETALS_BIN)/python -m pip install --quiet torch==2.13.0 "numpy<2"
-	$(PETALS_BIN)/python -m pip install --quiet -e ".[petals,codecs,dev]"
+	$(PETALS_BIN)/python -m pip install --quiet -e ".[petals,api,codecs,dev]"
 	$(PETALS_BIN)/python -m pip install --quiet --no-deps petals==2.2.0.post1
 	$(PETALS_BIN)/bloombee-spec patch apply
 	touch $@
@@ -84,7 +84,7 @@ define INSTALL_MAIN
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --upgrade "pip<26" setuptools wheel
 	$(1)/bin/python -m pip install --quiet -r patches/$(2)-main/requirements.txt
-	$(1)/bin/python -m pip install --quiet -e ".[codecs,dev]"
+	$(1)/bin/python -m pip install --quiet -e ".[api,codecs,dev]"
 	$(1)/bin/python -m pip install --quiet --no-deps --no-build-isolation "$(HOST)"
 	$(1)/bin/bloombee-spec patch apply
 	touch $@

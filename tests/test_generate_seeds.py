@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_helpers import OLD_TRANSFORMERS
 from swarm_helpers import PLAIN, ROUTES, VOCAB, Knowing, client, prompts, respec
 
 from bloombee_spec.client.stream import StreamRequest
@@ -132,6 +133,8 @@ def test_seeds_on_the_swarm(model: Any, toy_local: Any) -> None:
             "scripted": lambda mine=mine: Knowing(mine, VOCAB, Script(0.7, siblings=(0.2,))),
             "slow": lambda mine=mine: Slow(mine, VOCAB, Script(0.7)),
         }
+        if OLD_TRANSFORMERS:  # it has no cache class, which model drafters need
+            del drafters["model"]
         ways = [(name, plan) for name in drafters for plan in ("stream", "tree")]
         for name, plan in ways[seed % 4 :: 4] if seed > 1 else ways:  # all of them for the first two seeds
             got = decode(seed, speculate=True, drafter=drafters[name], plan=plan)
