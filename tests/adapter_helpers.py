@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 REVISION = "0" * 40
+COMMIT = {"id": REVISION, "title": "", "date": "2024-01-01T00:00:00.000Z"}
 
 
 def make_adapter(base: Path, path: Path, *, rank: int = 4, seed: int = 0) -> Any:
@@ -96,8 +97,8 @@ class LocalHub:
             return file.read_bytes() if parts[2] == "resolve" and file.is_file() else None
         files = [path for path in sorted(folder.iterdir()) if path.is_file()]
         if parts[2:3] == ["tree"]:
-            listed = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": REVISION} for f in files]
-            return json.dumps(listed).encode()
+            known = {"type": "file", "oid": REVISION, "lastCommit": COMMIT}
+            return json.dumps([{**known, "path": f.name, "size": f.stat().st_size} for f in files]).encode()
         siblings = [{"rfilename": file.name} for file in files]
         return json.dumps({"id": "/".join(parts[:2]), "sha": REVISION, "siblings": siblings}).encode()
 

@@ -36,7 +36,8 @@ def prompts(n: int, vocab: int, length: int = 9, seed: int = 0) -> list[list[int
 
 def reference(model: LlamaForCausalLM, ids: Sequence[int], n: int, **kwargs: Any) -> list[int]:
     inputs = torch.tensor([list(ids)])
-    out = model.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=n, do_sample=False, **kwargs)
+    known = {"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}  # by name: older PEFT takes no other
+    out = model.generate(**known, max_new_tokens=n, do_sample=False, **kwargs)
     return out[0, len(ids) :].tolist()
 
 
