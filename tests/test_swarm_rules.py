@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_helpers import OLD_TRANSFORMERS
 from round_play import play_round
 from swarm_helpers import PLAIN, ROUTES, VOCAB, client, decode, prompts, reference, respec
 
@@ -33,6 +34,8 @@ def model(swarm: Any) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def draft_model(toy_local: Any) -> Any:
     """Right often, but not always."""
+    if OLD_TRANSFORMERS:
+        pytest.skip("model drafters need the cache class of a newer transformers")
     return without_layers(toy_local, 1)
 
 

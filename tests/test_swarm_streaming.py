@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from api_helpers import settled
+from host_helpers import OLD_PETALS
 from swarm_helpers import PLAIN, ROUTES, VOCAB, Knowing, client, decode, free_cache, prompts, reference, respec
 
 from bloombee_spec.client.model import UnsupportedCall
@@ -44,7 +45,8 @@ def test_relay_mode_streams_the_same(model: Any, toy_local: Any) -> None:
     respec(model, mode="relay", speculate=True, drafter=knowing(toy_local, [ids]))
     chunks = list(model.stream(torch.tensor([ids]), max_new_tokens=NEW))
     assert [token for chunk in chunks for token in chunk] == reference(toy_local, ids, NEW)
-    assert len(chunks) < NEW and model.last_stats.mode == "relay"
+    assert model.last_stats.mode == "relay"
+    assert len(chunks) < NEW or OLD_PETALS, "several per lap, where servers can step back"
 
 
 def test_closing_early_frees_the_servers_within_a_lap(swarm: Any, model: Any) -> None:
