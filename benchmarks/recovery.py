@@ -31,7 +31,7 @@ from benchmarks.swarm import LocalSwarm
 from benchmarks.wan import LinkShape
 
 SPANS = [(0, 8), (8, 16), (8, 16), (16, 23), (23, 30)]
-MAX_LENGTH, VOCAB = 2048, 49152
+VOCAB = 49152
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "crash, all again": ("crash", {"resume": False}),
     "crash, gone on with": ("crash", {"resume": True}),
@@ -63,7 +63,7 @@ def measure(swarm: LocalSwarm, model: Any, way: str, prompt: Sequence[int], text
     fault, config = WAYS[way]
     model.attach(model._spec_host, replace(model.spec, speculate=False, **config))
     ids = torch.tensor([list(prompt)])
-    with model.inference_session(max_length=MAX_LENGTH):
+    with model.inference_session(max_length=len(prompt) + new):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
         (victim,) = (i for i in (1, 2) if any(swarm.servers[i].peer_id in line for line in model.last_stats.route))
         process = swarm.servers[victim].process
