@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from family_helpers import bloom_case, falcon_case, mixtral_case
+from test_llama_forward import make as llama_block
 from torch import nn
 
+from bloombee_spec.hosts.container import StageContainer
 from bloombee_spec.server.families.base import UnsupportedModel
 from bloombee_spec.server.families.llama import LlamaFamily
 from bloombee_spec.server.families.registry import FAMILIES, family_for
@@ -89,3 +91,13 @@ def test_an_installed_package_can_add_a_family(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(UnsupportedModel, match="'rwkv'"):
         family_for(SimpleNamespace(model_type="rwkv"))
     assert "twonorm" not in FAMILIES
+
+
+def test_blocks_that_are_split_over_devices_are_refused() -> None:
+    """Starting such a server takes two GPUs, splitting a block does not."""
+    tensor_parallel = pytest.importorskip("tensor_parallel")
+    split = tensor_parallel.TensorParallel(llama_block(6, 6, 16)[1], [torch.device("cpu")] * 2)
+    assert len(split.module_shards) == 2
+    asked = SimpleNamespace(create_args={"block_indices": [0]})
+    with pytest.raises(UnsupportedModel, match="tensor-parallel"):
+        StageContainer._loaded(asked, {"toy.0": SimpleNamespace(module=split)}, {})
