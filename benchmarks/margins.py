@@ -4,7 +4,9 @@
 
 SmolLM2 in bf16, greedy, on a local swarm of two servers with candidates in flight, beside transformers' own `generate`
 on the same weights. At the first token that differs: by how much the reference preferred its own, in nats, as its bf16
-logits say and as the same weights say in fp32. A large margin would be a bug; a small one is rounding.
+logits say and as the same weights say in fp32. A large margin would be a bug; a small one is rounding. How large
+rounding is, transformers says itself: the same text in one forward instead of token by token, and where that would
+have chosen otherwise.
 """
 
 from __future__ import annotations
@@ -42,6 +44,14 @@ class Line:
     margin_fp32: float | None = None
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Where the plugin parts from transformers on a prompt, and where transformers parts from itself."""
+
+    plugin: Line
+    itself: Line
+
+
 def chosen_prompts(count: int) -> list[prompts.Prompt]:
     """Our own ones first, then MT-bench's."""
     own = choose_prompts(len(prompts.ALL))
@@ -62,6 +72,23 @@ def compare(reference: Any, exact: Any, name: str, ids: list[int], expected: lis
     return Line(name, len(expected), agreed, *margins)
 
 
+@torch.inference_mode()
+def chosen_at_once(reference: Any, ids: list[int], expected: list[int]) -> list[int]:
+    """The likeliest token after each part of the text that the reference decoded, in one forward."""
+    logits = reference(torch.tensor([[*ids, *expected]])).logits[0, len(ids) - 1 : -1]
+    return logits.argmax(-1).tolist()  # type: ignore[no-any-return]
+
+
+def report(what: str, lines: list[Line]) -> None:
+    parted = [line for line in lines if line.margin is not None]
+    head = (f"transformers and {what}", "tokens", "agreed", "margin, nats", "in fp32")
+    print(aligned(head, [
+        (x.prompt, x.tokens, x.agreed, f"{x.margin:.4f}", f"{x.margin_fp32:.4f}") for x in parted
+    ], rule=True))  # fmt: skip
+    largest = max((abs(line.margin_fp32 or 0.0) for line in parted), default=0.0)
+    print(f"{len(lines) - len(parted)} of {len(lines)} texts identical; largest margin in fp32 {largest:.4f} nats")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", default="0:50", help="first:end; other parts of an earlier run are kept")
@@ -78,8 +105,8 @@ def main() -> int:
     server = load_host().server_class(SpecServerConfig())
     settings = {"new_tokens": args.new_tokens}
     results = RESULTS / f"{args.name}.json"
-    known = earlier(args.name, settings) or {"lines": []}
-    lines = {line["prompt"]: Line(**line) for line in known["lines"]}
+    known = earlier(args.name, settings) or {"pairs": []}
+    pairs = {pair["plugin"]["prompt"]: Pair(*(Line(**line) for line in pair.values())) for pair in known["pairs"]}
     with InProcessSwarm(path, blocks, server_factory=server, torch_dtype="bfloat16") as swarm:
         model = AutoDistributedSpecModelForCausalLM.from_pretrained(
             swarm.model, initial_peers=swarm.initial_peers, dht_prefix=swarm.dht_prefix, torch_dtype=torch.bfloat16,
@@ -94,17 +121,14 @@ def main() -> int:
                 out = reference.generate(inputs, **options)
                 got = model.generate(inputs, **options)
                 texts = [text[0, len(ids) :].tolist() for text in (out, got)]
-                lines[prompt.name] = compare(reference, exact, prompt.name, ids, *texts)
-                write(args.name, {"settings": settings, "lines": [asdict(line) for line in lines.values()]})
+                decoded, at_once = texts[0], chosen_at_once(reference, ids, texts[0])
+                both = [compare(reference, exact, prompt.name, ids, decoded, other) for other in (texts[1], at_once)]
+                pairs[prompt.name] = Pair(*both)
+                write(args.name, {"settings": settings, "pairs": [asdict(pair) for pair in pairs.values()]})
         finally:
             model.close()
-    parted = [line for line in lines.values() if line.margin is not None]
-    head = ("prompt", "tokens", "agreed", "margin, nats", "in fp32")
-    print(aligned(head, [
-        (x.prompt, x.tokens, x.agreed, f"{x.margin:.4f}", f"{x.margin_fp32:.4f}") for x in parted
-    ], rule=True))  # fmt: skip
-    largest = max((line.margin_fp32 or 0.0 for line in parted), default=0.0)
-    print(f"{len(lines) - len(parted)} of {len(lines)} texts identical; largest margin in fp32 {largest:.4f} nats")
+    for what in ("plugin", "itself"):
+        report(what, [getattr(pair, what) for pair in pairs.values()])
     print(results)
     return 0
 
