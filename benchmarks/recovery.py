@@ -89,6 +89,7 @@ def forgive(model: Any, peer: str) -> None:
     model._spec_host.on_success(model, peer)
     model.__dict__.get("_spec_leaving", {}).clear()
     model.__dict__.get("_spec_server_infos", {}).clear()
+    model._spec_host.look_again(model)
 
 
 def table(lines: Sequence[Line]) -> str:
