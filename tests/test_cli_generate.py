@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,6 +173,27 @@ def test_ctrl_c_ends_a_generation_and_frees_the_servers(swarm: Any, words: list[
     status, errors = interrupt(process)
     assert status == 130 and "Traceback" not in errors, errors[-3000:]
     assert settled(swarm, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_ctrl_c_that_gets_lost_in_a_destructor_ends_the_text_all_the_same(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pressed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the handler runs here, and what it raises is lost
+
+    pieces = []
+
+    def progress(*_: Any) -> str:
+        pieces.append(Pressed() if not pieces else None)
+        pieces[0] = None
+        return ""
+
+    monkeypatch.setattr("bloombee_spec.cli.generate._progress", progress)
+    assert main(["generate", *words, "--prompt", PROMPT, "--max-new-tokens", "400", "--no-spec"]) == 130
+    assert len(pieces) == 1, "no piece after it"
 
 
 def test_the_api_command_serves_until_ctrl_c(swarm: Any, words: list[str], toy_local: Any, tokenizer: Any) -> None:

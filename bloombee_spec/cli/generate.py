@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
+import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -51,10 +54,12 @@ def run(args: argparse.Namespace) -> int:
     from bloombee_spec.hosts.base import HostError, NoRoute
 
     model = None
+    pressed = threading.Event()
     try:
-        job = _job(args)
-        model, tokenizer = connect(args)
-        _generate(model, tokenizer, job, args)
+        with _noted_ctrl_c(pressed):
+            job = _job(args)
+            model, tokenizer = connect(args)
+            _generate(model, tokenizer, job, args, pressed)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return INTERRUPTED
@@ -66,7 +71,25 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if model is not None:
             model.close()
-    return 0
+    return INTERRUPTED if pressed.is_set() else 0
+
+
+@contextmanager
+def _noted_ctrl_c(pressed: threading.Event) -> Iterator[None]:
+    """Ctrl-C raises as ever, and is remembered: an exception in a destructor or a library's callback can get lost."""
+
+    def interrupt(*_: Any) -> None:
+        pressed.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+        yield
+        return
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _job(args: argparse.Namespace) -> Any:
@@ -110,7 +133,7 @@ def _read(file: str) -> str:
         raise ValueError(f"{file} is not UTF-8: {e}") from None
 
 
-def _generate(model: Any, tokenizer: Any, job: Any, args: argparse.Namespace) -> None:
+def _generate(model: Any, tokenizer: Any, job: Any, args: argparse.Namespace, pressed: threading.Event) -> None:
     from bloombee_spec.api.generation import Generation
     from bloombee_spec.api.job import Limits
     from bloombee_spec.cli.live import LiveLine
@@ -121,6 +144,8 @@ def _generate(model: Any, tokenizer: Any, job: Any, args: argparse.Namespace) ->
         live.show("opening a session, reading the prompt …")
         started = time.perf_counter()
         for piece in generation:
+            if pressed.is_set():
+                raise KeyboardInterrupt
             text += piece.text
             if not args.json:
                 sys.stdout.write(piece.text)
