@@ -61,14 +61,15 @@ def open_ring(
     """
     n_blocks = model.config.num_hidden_layers
     infos = _usable(host, model, config, lanes, max_length)
-    was_there = kept is not None or model.__dict__.get("_spec_had_ring", False)
-    if was_there and _uncovered(infos, n_blocks):  # a server that was busy for a moment is not one without the plugin
+    asked = model.__dict__.get("_spec_looked_again", -NEGATIVE_LIFETIME)
+    due = kept is not None or time.monotonic() - asked >= NEGATIVE_LIFETIME
+    if due and _uncovered(infos, n_blocks):  # a server that was busy for a moment is not one without the plugin
+        model.__dict__["_spec_looked_again"] = time.monotonic()
         known = model._spec_server_infos
         known.update({peer: (-INFO_LIFETIME, None) for peer, (_, info) in list(known.items()) if info is None})
         host.look_again(model)
         infos = _usable(host, model, config, lanes, max_length)
     uncovered = _uncovered(infos, n_blocks)
-    model.__dict__["_spec_had_ring"] = not uncovered
     if uncovered:
         raise NoPluginRoute(
             f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin "
