@@ -243,7 +243,7 @@ def main() -> int:
     parser.add_argument("--delay-ms", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--anywhere", action="store_true", help="hit any server, not only those of the route")
-    parser.add_argument("--host-generations", type=int, help="of the host's own generate, 0 to leave it out; as many")
+    parser.add_argument("--host-generations", type=int, help="of the host (default: as many; 0: none)")
     parser.add_argument("--name", default="chaos")
     args = parser.parse_args()
     torch.set_num_threads(1)

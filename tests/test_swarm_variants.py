@@ -183,7 +183,7 @@ def test_shapes_of_checkpoints(variants: Variants, kind: Kind, at_client: bool) 
         # Long enough for the scaled frequencies to matter: the unscaled model says something else.
         texts = prompts(2, VOCAB, length=70, seed=31)
         decode_exactly(model, local, texts)
-    if local.config.rope_scaling is not None:  # older transformers know one of the two
+    if kind is BIASED or not OLD_PETALS:  # whose transformers know one of the two scalings
         unscaled = load(variants.paths[kind.model], rope_scaling=None)
         assert reference(unscaled, texts[0], NEW) != reference(local, texts[0], NEW)
 
@@ -254,7 +254,7 @@ def wide(variants: Variants) -> Iterator[Any]:
 def test_bytes_of_the_clients_link(variants: Variants, wide: Any) -> None:
     """Token ids of a real vocabulary: at most 8 bytes per candidate up, 16 per committed token down.
 
-    A drafter of which little is accepted is soon asked for single candidates, and a frame has a size of its own.
+    A drafter of which nothing is ever accepted is soon asked for single candidates, and a frame has a size of its own.
     """
     vocab = wide.config.vocab_size
     local = load(variants.paths[WIDE.model])
@@ -262,13 +262,13 @@ def test_bytes_of_the_clients_link(variants: Variants, wide: Any) -> None:
     known = [[*ids, *reference(local, ids, NEW)] for ids in texts]
     scripts = [Script(0.9), Script(0.5, depth=8), TREE, Script(1.0), Script(0.9, hostility=Hostility.RANDOM)]
     for script in (None, *scripts):
+        hopeless = script is not None and script.hostility is Hostility.RANDOM
         respec(wide, drafter="suffix" if script is None else partial(Knowing, known, vocab, script))
         for ids, text in zip(texts, known):
             assert decode(wide, ids, NEW) == text[len(ids) :]
             stats = wide.last_stats
             assert script is None or stats.proposed > 0
-            single = stats.proposed < 2 * stats.laps
-            assert stats.candidate_bytes_up <= (16 if single else 8) * stats.proposed, script
+            assert stats.candidate_bytes_up <= (16 if hopeless else 8) * stats.proposed, script
             assert stats.commit_bytes_down <= 16 * stats.tokens, script
             assert stats.candidate_bytes_up <= stats.bytes_up and stats.commit_bytes_down <= stats.bytes_down
 
