@@ -34,7 +34,8 @@ def replicas(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     spans = [(0, 2), (0, 2), (2, 4), (2, 4)]
     with LocalSwarm(
         model_path, spans, work_dir=tmp_path_factory.mktemp("churn-swarm"), wan=LinkShape(delay_s=0.005),
-        server_command=SPEC_SERVER, extra_args=("--num_handlers", "1", "--spec-leave-timeout", "6"),
+        server_command=SPEC_SERVER,
+        extra_args=("--num_handlers", "1", "--spec-leave-timeout", "6", "--spec-park-timeout", "40"),
     ) as swarm:  # fmt: skip
         yield swarm
 

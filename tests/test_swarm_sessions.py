@@ -53,6 +53,24 @@ def test_servers_that_were_silent_once_are_asked_again(model: Any, toy_local: An
     assert model.last_stats.mode == "ring"
 
 
+def test_servers_that_the_swarm_forgot_for_a_moment_are_waited_for(model: Any, toy_local: Any) -> None:
+    """As where DHT peers are too busy to answer: the host's own clients wait for blocks that nobody serves."""
+    (ids,) = prompts(1, VOCAB, seed=31)
+    host, looks = model._spec_host, list[None]()
+    servers = host.servers
+
+    def forgetful(model: Any) -> dict[str, tuple[int, int]]:
+        looks.append(None)
+        return {} if len(looks) <= 6 else servers(model)  # a second look does not suffice
+
+    host.servers = forgetful  # of this object
+    try:
+        assert decode(model, ids, 8) == reference(toy_local, ids, 8)
+    finally:
+        del host.servers
+    assert model.last_stats.mode == "ring" and len(looks) > 6
+
+
 # --- turns --------------------------------------------------------------------------------------------------------
 
 

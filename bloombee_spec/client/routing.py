@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hivemind.utils.logging import get_logger
@@ -23,15 +23,24 @@ logger = get_logger(__name__)
 INFO_TIMEOUT = 5.0
 INFO_LIFETIME = 60.0  # seconds after which a server is asked again
 NEGATIVE_LIFETIME = 15.0  # a server without the plugin may be starting up
+SEEN_S = 300.0  # for which a server that had the plugin, and does not answer now, is thought to have it
 
 
 class NoPluginRoute(RuntimeError):
-    """Some block has no server with the plugin."""
+    """Some block has no server with the plugin.
+
+    :param passing: it had one a while ago, or the swarm knows of no server at all, which the host's clients wait for
+    """
+
+    def __init__(self, message: str, passing: bool = False):
+        super().__init__(message)
+        self.passing = passing
 
 
 def plugin_servers(host: Host, model: Any) -> dict[str, StageInfo]:
     """Servers that answered `rpc_spec_info`, by base58 peer id; answers are kept for a minute per model."""
     known: dict[str, tuple[float, StageInfo | None]] = model.__dict__.setdefault("_spec_server_infos", {})
+    seen: dict[str, tuple[float, StageInfo]] = model.__dict__.setdefault("_spec_seen", {})
     servers = host.servers(model)
     now = time.monotonic()
     asked = [
@@ -47,6 +56,8 @@ def plugin_servers(host: Host, model: Any) -> dict[str, StageInfo]:
 
         for peer, info in zip(asked, host.run(ask(), INFO_TIMEOUT + 5)):
             known[peer] = (now, info)
+            if info is not None:
+                seen[peer] = (now, info)
     return {peer: info for peer in servers if (info := known[peer][1]) is not None}
 
 
@@ -59,26 +70,11 @@ def open_ring(
     :raises NoPluginRoute: the plugin's servers do not cover all blocks, or their limits are too small for this session
     :raises RingError: a stage cannot be reached or refuses
     """
-    n_blocks = model.config.num_hidden_layers
-    infos = _usable(host, model, config, lanes, max_length)
-    asked = model.__dict__.get("_spec_looked_again", -NEGATIVE_LIFETIME)
-    due = kept is not None or time.monotonic() - asked >= NEGATIVE_LIFETIME
-    if due and _uncovered(infos, n_blocks):  # a server that was busy for a moment is not one without the plugin
-        model.__dict__["_spec_looked_again"] = time.monotonic()
-        known = model._spec_server_infos
-        known.update({peer: (-INFO_LIFETIME, None) for peer, (_, info) in list(known.items()) if info is None})
-        host.look_again(model)
-        infos = _usable(host, model, config, lanes, max_length)
-    uncovered = _uncovered(infos, n_blocks)
-    if uncovered:
-        raise NoPluginRoute(
-            f"blocks {uncovered[0]}..{uncovered[-1]} have no server with the plugin "
-            f"for {lanes} streams of {max_length} tokens"
-        )
+    infos = _servers_of_all_blocks(host, model, config, lanes, max_length)
     kept = None if kept is None or not kept.sources else kept
     spans = _route(host, model, infos, lanes * max_length, kept)
     chosen = [infos[span.peer] for span in spans]
-    has_head = chosen[-1].lm_head and spans[-1].end == n_blocks
+    has_head = chosen[-1].lm_head and spans[-1].end == model.config.num_hidden_layers
     rule = None if config.rule == "keyed" else config.rule
     if rule is not None and not has_head:
         raise NoPluginRoute(
@@ -95,20 +91,54 @@ def open_ring(
     return ring
 
 
-def _usable(host: Host, model: Any, config: SpecConfig, lanes: int, max_length: int) -> dict[str, StageInfo]:
-    """Servers with the plugin that can serve such a session, and stay."""
-    adapter, away = _adapter(model), leaving(model)
-    return {
-        peer: info
-        for peer, info in plugin_servers(host, model).items()
-        if info.max_lanes >= lanes and info.max_length >= max_length and peer not in away
+def _servers_of_all_blocks(
+    host: Host, model: Any, config: SpecConfig, lanes: int, max_length: int
+) -> dict[str, StageInfo]:
+    """Servers with the plugin that can serve such a session, and stay; they are looked for twice.
+
+    :raises NoPluginRoute: they lack blocks
+    """
+
+    def usable(infos: Mapping[str, StageInfo]) -> dict[str, StageInfo]:
+        return {peer: info for peer, info in infos.items() if _fits(info, config, lanes, max_length, _adapter(model))}
+
+    def look() -> tuple[dict[str, StageInfo], set[int]]:
+        away = leaving(model)
+        infos = {peer: i for peer, i in usable(plugin_servers(host, model)).items() if peer not in away}
+        return infos, blocks - _covered((info.start, info.end) for info in infos.values())
+
+    blocks, now = set(range(model.config.num_hidden_layers)), time.monotonic()
+    infos, lacking = look()
+    seen = {peer: info for peer, (when, info) in model._spec_seen.items() if now - when < SEEN_S}
+    before = _covered((info.start, info.end) for info in usable(seen).values())
+    asked = model.__dict__.get("_spec_looked_again", -NEGATIVE_LIFETIME)
+    if lacking and (lacking <= before or now - asked >= NEGATIVE_LIFETIME):
+        # A server that was busy for a moment is not one without the plugin.
+        model.__dict__["_spec_looked_again"] = time.monotonic()
+        known = model._spec_server_infos
+        known.update({peer: (-INFO_LIFETIME, None) for peer, (_, info) in list(known.items()) if info is None})
+        host.look_again(model)
+        infos, lacking = look()
+    if lacking:
+        served = _covered(host.servers(model).values())
+        raise NoPluginRoute(
+            f"blocks {min(lacking)}..{max(lacking)} have no server with the plugin "
+            f"for {lanes} streams of {max_length} tokens",
+            passing=lacking <= before | (blocks - served),
+        )
+    return infos
+
+
+def _fits(info: StageInfo, config: SpecConfig, lanes: int, max_length: int, adapter: str | None) -> bool:
+    return (
+        info.max_lanes >= lanes and info.max_length >= max_length
         and (config.codec == "auto" or config.codec in info.codecs)
         and (adapter is None or adapter in info.adapters)
-    }  # fmt: skip
+    )  # fmt: skip
 
 
-def _uncovered(infos: Mapping[str, StageInfo], n_blocks: int) -> list[int]:
-    return [block for block in range(n_blocks) if not any(i.start <= block < i.end for i in infos.values())]
+def _covered(spans: Iterable[tuple[int, int]]) -> set[int]:
+    return {block for start, end in spans for block in range(start, end)}
 
 
 def _adapter(model: Any) -> str | None:

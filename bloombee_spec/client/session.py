@@ -167,8 +167,8 @@ class SpecSession:
                 watch_leaving(self._host, self._model, config, ring, decoder.texts, self._max_length)
                 return decoder
             except (NoPluginRoute, NoRoute) as e:  # the latter: servers have left since they were asked
-                banned = isinstance(e, NoRoute) and self._host.has_bans(self._model)
-                if not last and (self._lost or banned):  # bans end, servers come back
+                passing = e.passing if isinstance(e, NoPluginRoute) else self._host.has_bans(self._model)
+                if not last and (self._lost or passing):  # bans end, servers come back
                     raise RingError(str(e)) from None
                 if self._config.rule != "keyed":
                     raise UnsupportedCall(f"the rule {self._config.rule} works with the plugin only: {e}") from None
