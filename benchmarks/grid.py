@@ -84,7 +84,8 @@ def cell(mbps: float, delay_ms: float, hit: float, args: argparse.Namespace) -> 
 
 def measured(delay_ms: float, mbps: float, hit: float, args: argparse.Namespace) -> tuple[Cell, bool]:
     """On the emulated WAN with the small model, whose rows are of hidden size `scenario.HIDDEN`."""
-    script = {"acceptance": hit, "siblings": (0.3 * (1 - hit),), "layer_seconds": LAYER_S, "depth": 32}
+    siblings = (0.3 * (1 - hit),) if hit else ()  # h = 0: nothing that it says is right
+    script = {"acceptance": hit, "siblings": siblings, "layer_seconds": LAYER_S, "depth": 32}
     rates, same = {}, True
     with toy_swarm(Wan(STAGES, delay_ms, mbps)) as swarm:
         host, jobs = host_results(swarm, toy_jobs(args.prompts, args.new_tokens))
