@@ -82,7 +82,8 @@ class SpecConfig:
     stall_timeout: float = 60.0
     """Longest silence of the ring, in seconds, before it counts as broken."""
     max_retries: int = 3
-    """Times that a broken ring is rebuilt at the last committed token before the error is raised."""
+    """Times that a broken ring is rebuilt at the last committed token, or that blocks whose servers are missing for
+    the moment are looked for again, before the error is raised."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

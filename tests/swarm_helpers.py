@@ -15,12 +15,18 @@ from transformers import LlamaForCausalLM
 from benchmarks.inprocess_swarm import InProcessSwarm
 from bloombee_spec import AutoDistributedSpecModelForCausalLM, SpecConfig
 from bloombee_spec.draft.base import Drafter, Proposal
-from bloombee_spec.draft.scripted import Script, ScriptedDrafter
+from bloombee_spec.draft.scripted import Hostility, Script, ScriptedDrafter
 
 # Routes through the shared swarm, by number of stages: indices into SPANS.
 SPANS = [(0, 8), (0, 4), (4, 8), (0, 2), (2, 5), (5, 8), (5, 6), (6, 8)]
 ROUTES = {1: (0,), 2: (1, 2), 3: (3, 4, 5), 4: (3, 4, 6, 7)}
 VOCAB = 211
+HOSTILE = {  # drafters, which replay what `replayed` gives them
+    "always wrong": Script(1.0),
+    "always right": Script(1.0),
+    "random ids": Script(0.5, hostility=Hostility.RANDOM),
+    "duplicates": Script(0.5, hostility=Hostility.DUPLICATES),
+}
 PLAIN = SpecConfig(strict=True, plan="none", speculate=False)
 SUFFIX = SpecConfig(strict=True, plan="none", drafter="suffix")
 
@@ -67,6 +73,13 @@ class Knowing(Drafter):
     def propose(self, path: Sequence[int], budget: int, **options: Any) -> list[Proposal]:
         assert self._inner is not None
         return self._inner.propose(path, budget, **options)
+
+
+def replayed(name: str, ids: Sequence[int], target: Sequence[int], vocab: int) -> list[int]:
+    """The text that a drafter of `HOSTILE`, or a better one, replays; every token is off by one if it shall be
+    wrong."""
+    off = 1 if name == "always wrong" else 0
+    return [*ids, *[(token + off) % vocab for token in target]]
 
 
 @contextmanager

@@ -269,13 +269,15 @@ def test_caller_that_breaks_off_leaves_nothing_behind(servers: Any, model: Any, 
     assert _bytes_left(servers) == before
 
 
-def test_reason_is_said_once_and_ring_mode_refuses(servers: Any, expected: Any) -> None:
+def test_reason_is_said_once_and_ring_mode_refuses(
+    servers: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids, target = expected[0]
     looks = list[None]()
     with client(servers, RELAY, MIXED) as model, _logged("bloombee_spec.client.session") as said:
         host = model._spec_host
         again = host.look_again
-        host.look_again = lambda model: (looks.append(None), again(model))  # of this object
+        monkeypatch.setattr(host, "look_again", lambda model: (looks.append(None), again(model)))
         for _ in range(2):
             assert decode(model, ids, 4) == target[:4] and model.last_stats.mode == "relay"
         assert len(looks) == 1, "a swarm without the plugin is not searched again for each call"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from swarm_helpers import PLAIN, ROUTES, VOCAB, Knowing, client, decode, prompts, reference, respec
+from swarm_helpers import HOSTILE, PLAIN, ROUTES, VOCAB, Knowing, client, decode, prompts, reference, replayed, respec
 
 from bloombee_spec import SpecConfig
 from bloombee_spec.draft.scripted import Hostility, Script
@@ -17,10 +17,7 @@ SCRIPTS = {
     "chain h=0.9": Script(0.9),
     "chain h=0.5": Script(0.5, depth=8),
     "tree": Script(0.6, siblings=(0.2, 0.1), depth=6),
-    "always wrong": Script(1.0),  # of a text whose every token is off by one
-    "always right": Script(1.0),
-    "random ids": Script(0.5, hostility=Hostility.RANDOM),
-    "duplicates": Script(0.5, hostility=Hostility.DUPLICATES),
+    **HOSTILE,
     "empty": Script(0.5, hostility=Hostility.EMPTY),
 }
 
@@ -59,8 +56,7 @@ def test_suffix_drafter_is_exact(model: Any, stages: int, expected: Any) -> None
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_drafter_is_exact(model: Any, stages: int, expected: Any, name: str) -> None:
-    off = 1 if name == "always wrong" else 0
-    texts = [[*ids, *[(token + off) % VOCAB for token in target]] for ids, target in expected]
+    texts = [replayed(name, ids, target, VOCAB) for ids, target in expected]
     respec(model, speculate=True, drafter=lambda: Knowing(texts, VOCAB, SCRIPTS[name]))
     for ids, target in expected[: 5 if stages == 4 else 1]:
         assert decode(model, ids, NEW) == target

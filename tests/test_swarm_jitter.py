@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from swarm_helpers import Knowing, decode, load_local, prompts, reference, respec
+from swarm_helpers import HOSTILE, Knowing, decode, load_local, prompts, reference, replayed, respec
 
 from benchmarks.chaos import plugin_client
 from benchmarks.compare import SPEC_SERVER
@@ -18,17 +17,11 @@ from benchmarks.swarm import LocalSwarm, split_blocks
 from benchmarks.toy_models import make_toy_llama
 from benchmarks.wan import LinkShape
 from bloombee_spec.draft.base import Proposal
-from bloombee_spec.draft.scripted import Hostility, Script
+from bloombee_spec.draft.scripted import Script
 
 pytestmark = pytest.mark.swarm
 VOCAB, NEW = 1009, 28
-SCRIPTS = {
-    "tree": Script(0.8, siblings=(0.1,), depth=12),
-    "always wrong": Script(1.0),  # of a text whose every token is off by one
-    "always right": Script(1.0),
-    "random ids": Script(0.5, hostility=Hostility.RANDOM),
-    "duplicates": Script(0.5, hostility=Hostility.DUPLICATES),
-}
+SCRIPTS = {"tree": Script(0.8, siblings=(0.1,), depth=12), **HOSTILE}
 
 
 class Moody(Knowing):
@@ -59,12 +52,18 @@ def model(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         found.close()
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_the_text_does_not_depend_on_when_frames_arrive(model: Any, model_path: Path, name: str) -> None:
+@pytest.fixture(scope="module")
+def expected(model_path: Path) -> tuple[list[int], list[int]]:
     (ids,) = prompts(1, VOCAB, seed=41)
-    with torch.inference_mode():
-        target = reference(load_local(model_path), ids, NEW)
-    text = [*ids, *[(token + (name == "always wrong")) % VOCAB for token in target]]
+    return ids, reference(load_local(model_path), ids, NEW)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_text_does_not_depend_on_when_frames_arrive(
+    model: Any, expected: tuple[list[int], list[int]], name: str
+) -> None:
+    ids, target = expected
+    text = replayed(name, ids, target, VOCAB)
     respec(model, drafter=lambda: Moody([text], SCRIPTS[name]))
     assert decode(model, ids, NEW) == target
     stats = model.last_stats

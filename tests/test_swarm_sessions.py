@@ -53,7 +53,9 @@ def test_servers_that_were_silent_once_are_asked_again(model: Any, toy_local: An
     assert model.last_stats.mode == "ring"
 
 
-def test_servers_that_the_swarm_forgot_for_a_moment_are_waited_for(model: Any, toy_local: Any) -> None:
+def test_servers_that_the_swarm_forgot_for_a_moment_are_waited_for(
+    model: Any, toy_local: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where DHT peers are too busy to answer: the host's own clients wait for blocks that nobody serves."""
     (ids,) = prompts(1, VOCAB, seed=31)
     host, looks = model._spec_host, list[None]()
@@ -63,11 +65,8 @@ def test_servers_that_the_swarm_forgot_for_a_moment_are_waited_for(model: Any, t
         looks.append(None)
         return {} if len(looks) <= 6 else servers(model)  # a second look does not suffice
 
-    host.servers = forgetful  # of this object
-    try:
-        assert decode(model, ids, 8) == reference(toy_local, ids, 8)
-    finally:
-        del host.servers
+    monkeypatch.setattr(host, "servers", forgetful)
+    assert decode(model, ids, 8) == reference(toy_local, ids, 8)
     assert model.last_stats.mode == "ring" and len(looks) > 6
 
 

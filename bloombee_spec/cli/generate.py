@@ -54,9 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from bloombee_spec.hosts.base import HostError, NoRoute
 
     model = None
-    pressed = threading.Event()
     try:
-        with _noted_ctrl_c(pressed):
+        with _noted_ctrl_c() as pressed:
             job = _job(args)
             model, tokenizer = connect(args)
             _generate(model, tokenizer, job, args, pressed)
@@ -75,19 +74,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _noted_ctrl_c(pressed: threading.Event) -> Iterator[None]:
+def _noted_ctrl_c() -> Iterator[threading.Event]:
     """Ctrl-C raises as ever, and is remembered: an exception in a destructor or a library's callback can get lost."""
+    pressed = threading.Event()
 
     def interrupt(*_: Any) -> None:
         pressed.set()
         raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():  # where no handler can be set
-        yield
+        yield pressed
         return
     before = signal.signal(signal.SIGINT, interrupt)
     try:
-        yield
+        yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -107,14 +107,17 @@ def _servers_of_all_blocks(
         infos = {peer: i for peer, i in usable(plugin_servers(host, model)).items() if peer not in away}
         return infos, blocks - _covered((info.start, info.end) for info in infos.values())
 
-    blocks, now = set(range(model.config.num_hidden_layers)), time.monotonic()
+    blocks = set(range(model.config.num_hidden_layers))
     infos, lacking = look()
+    if not lacking:
+        return infos
+    now = time.monotonic()
     seen = {peer: info for peer, (when, info) in model._spec_seen.items() if now - when < SEEN_S}
     before = _covered((info.start, info.end) for info in usable(seen).values())
     asked = model.__dict__.get("_spec_looked_again", -NEGATIVE_LIFETIME)
-    if lacking and (lacking <= before or now - asked >= NEGATIVE_LIFETIME):
+    if lacking <= before or now - asked >= NEGATIVE_LIFETIME:
         # A server that was busy for a moment is not one without the plugin.
-        model.__dict__["_spec_looked_again"] = time.monotonic()
+        model.__dict__["_spec_looked_again"] = now
         known = model._spec_server_infos
         known.update({peer: (-INFO_LIFETIME, None) for peer, (_, info) in list(known.items()) if info is None})
         host.look_again(model)
